@@ -65,7 +65,7 @@ struct Injection<'a> {
 }
 
 enum Outcome {
-    Ended,
+    Failed,
     Survived,
     /// No thread made that many calls.
     NotReached,
@@ -128,7 +128,7 @@ impl FaultRunner {
                 for number in (1..=count).step_by(stride) {
                     let what = format!("{call} {number} of {count}, {fault}");
                     match self.check(&Injection { call, fault, number }, &losses).context(what)? {
-                        Outcome::Ended => num_ended += 1,
+                        Outcome::Failed => num_ended += 1,
                         Outcome::Survived => num_survived += 1,
                         Outcome::NotReached => {}
                     }
@@ -230,7 +230,7 @@ impl FaultRunner {
         Ok(match (is_reached, disturbed.status.success()) {
             (false, _) => Outcome::NotReached,
             (true, true) => Outcome::Survived,
-            (true, false) => Outcome::Ended,
+            (true, false) => Outcome::Failed,
         })
     }
 

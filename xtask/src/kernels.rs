@@ -54,13 +54,13 @@ struct Kernel {
     name: String,
     /// The first paragraph of the method's documentation.
     what: String,
-    elements: Vec<&'static str>,
+    element_types: Vec<&'static str>,
 }
 
 impl Kernel {
     /// Returns the kernel's row of the list, without the column of tests.
     fn row(&self) -> String {
-        format!("| `{}` | {} | {} |", self.name, self.what, self.elements.join(", "))
+        format!("| `{}` | {} | {} |", self.name, self.what, self.element_types.join(", "))
     }
 }
 
@@ -72,19 +72,19 @@ fn kernels(root: &Path) -> Result<Vec<Kernel>> {
     };
     let definitions: Vec<Definition> =
         read_folder(CALLS)?.iter().flat_map(|text| definitions(text)).collect();
-    let arms: Calls = read_folder(RUN)?.iter().flat_map(|text| arms(text)).collect();
+    let arms: CallSources = read_folder(RUN)?.iter().flat_map(|text| arms(text)).collect();
     let device = iter::once(read(&root.join(format!("{DEVICE}.rs"))));
     let device = device.chain(read_folder(DEVICE)?.into_iter().map(Ok)).collect::<Result<Vec<String>>>()?;
     let mut kernels: Vec<Kernel> =
         device.iter().flat_map(|text| methods(text, &definitions, &arms)).collect();
     kernels.extend(definitions.into_iter().filter(|definition| definition.has_method).map(|definition| {
         let Definition { path, name, what, .. } = definition;
-        Kernel { name, what, elements: elements(&arms[&path]) }
+        Kernel { name, what, element_types: element_types(&arms[&path]) }
     }));
     // A kernel with several methods is described by the first of them.
     kernels.sort_by(|left: &Kernel, right| left.name.cmp(&right.name));
     kernels.dedup_by(|later, earlier| later.name == earlier.name);
-    for Kernel { name, elements, .. } in &kernels {
+    for Kernel { name, element_types: elements, .. } in &kernels {
         ensure!(!elements.is_empty(), "the types of the elements of the kernel `{name}` are not known");
     }
     Ok(kernels)
@@ -155,7 +155,7 @@ fn page(kernels: &[Kernel], traces: &Traces) -> Result<String> {
 }
 
 /// Source texts by the path of the call, such as `BlockCall::Permute`.
-type Calls = BTreeMap<String, String>;
+type CallSources = BTreeMap<String, String>;
 
 /// The definition of a call.
 #[derive(Debug, PartialEq)]
@@ -227,7 +227,7 @@ fn path(text: &str) -> Option<String> {
 }
 
 /// Returns the methods in a text that issue a kernel, or that record the cost of one (`Device::count`).
-fn methods(text: &str, definitions: &[Definition], arms: &Calls) -> Vec<Kernel> {
+fn methods(text: &str, definitions: &[Definition], arms: &CallSources) -> Vec<Kernel> {
     let (mut found, mut docs, mut method) = (Vec::new(), Vec::new(), None::<(String, String)>);
     for line in text.lines() {
         let trimmed = line.trim_start();
@@ -244,7 +244,7 @@ fn methods(text: &str, definitions: &[Definition], arms: &Calls) -> Vec<Kernel> 
                 found.extend(kernel.map(|(name, run)| Kernel {
                     name,
                     what: what.clone(),
-                    elements: elements(run),
+                    element_types: element_types(run),
                 }));
                 method = None;
             }
@@ -281,7 +281,7 @@ fn kernel_name(body: &str) -> Option<String> {
 }
 
 /// Returns the element types of the operands that a kernel accesses.
-fn elements(run: &str) -> Vec<&'static str> {
+fn element_types(run: &str) -> Vec<&'static str> {
     // Scratch memory does not contain elements of tensors.
     let run = ["scratch.", "words."].iter().fold(run.to_owned(), |run, name| run.replace(name, "_"));
     let has = |parts: &[&str]| parts.iter().any(|part| run.contains(part));
@@ -324,12 +324,12 @@ mod tests {
 
     #[test]
     fn a_kernel_that_is_not_tested_on_every_backend_is_refused() {
-        let kernel = Kernel { name: "zero".to_owned(), what: String::new(), elements: Vec::new() };
+        let kernel = Kernel { name: "zero".to_owned(), what: String::new(), element_types: Vec::new() };
         let test = || BTreeSet::from(["`operations/shapes.rs`".to_owned()]);
         let of = |backend: &str| (("zero".to_owned(), backend.to_owned()), test());
         let traces = Traces::from(BACKENDS.map(of));
         assert!(page(&[kernel], &traces).unwrap().ends_with("| `zero` |  |  | `operations/shapes.rs` |\n"));
-        let kernel = Kernel { name: "zero".to_owned(), what: String::new(), elements: Vec::new() };
+        let kernel = Kernel { name: "zero".to_owned(), what: String::new(), element_types: Vec::new() };
         let refused = page(&[kernel], &Traces::from([of("cpu")])).unwrap_err();
         assert!(refused.to_string().ends_with("the kernel `zero` on `detached`"), "{refused}");
     }
@@ -346,7 +346,7 @@ mod tests {
         };
         assert_eq!(kernel.name, "copy");
         assert_eq!(
-            (&*kernel.what, &kernel.elements[..]),
+            (&*kernel.what, &kernel.element_types[..]),
             ("`y = x`, of `Pieces` at a cost of one type.", &["f32"][..])
         );
     }

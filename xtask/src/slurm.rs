@@ -292,7 +292,7 @@ impl Cluster {
     }
 
     /// Waits until a run was stopped. Checks that it has saved all steps that it has reported, and that its job is not queued again.
-    fn ensure_over(&self, run: &str, timeout: Duration) -> Result<()> {
+    fn wait_for_final_stop(&self, run: &str, timeout: Duration) -> Result<()> {
         let step = self.wait_for_stop(run, timeout)?;
         let (found, expected) = (self.losses(run)?, self.undisturbed(STEPS)?);
         ensure!(found.len() == step, "{} steps were reported, and {step} saved", found.len());
@@ -352,13 +352,13 @@ fn cancelled(cluster: &Cluster) -> Result<()> {
     let job = cluster.submit("cancelled", STEPS, &[])?;
     cluster.wait_for_steps("cancelled", STEPS_BEFORE_DISTURBANCE)?;
     output(cluster.slurm("scancel").arg(&job))?;
-    cluster.ensure_over("cancelled", TIMEOUT)
+    cluster.wait_for_final_stop("cancelled", TIMEOUT)
 }
 
 fn out_of_time(cluster: &Cluster) -> Result<()> {
     cluster.submit("late", 1_000_000_000, &["--time=1"])?;
     // Slurm checks time limits every half minute.
-    cluster.ensure_over("late", 3 * TIMEOUT)
+    cluster.wait_for_final_stop("late", 3 * TIMEOUT)
 }
 
 fn task_killed(cluster: &Cluster) -> Result<()> {

@@ -130,7 +130,7 @@ pub(crate) fn parent_of(path: &Path) -> &Path {
 /// Returns a suffix for the name of an unfinished folder. It is random, so that no two attempts write to the same folder, whatever their
 /// process or host.
 pub(crate) fn partial_suffix() -> String {
-    random_suffix(PARTIAL)
+    random_suffix(PARTIAL_PREFIX)
 }
 
 /// Returns a suffix for the name of a damaged checkpoint that is set aside.
@@ -146,12 +146,12 @@ fn random_suffix(start: &str) -> String {
 
 /// Returns whether `suffix` has the form of a [`partial_suffix`].
 pub(crate) fn is_partial_suffix(suffix: &str) -> bool {
-    suffix.strip_prefix(PARTIAL).is_some_and(|digits| {
+    suffix.strip_prefix(PARTIAL_PREFIX).is_some_and(|digits| {
         digits.len() == 8 && digits.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'))
     })
 }
 
-const PARTIAL: &str = ".partial-";
+const PARTIAL_PREFIX: &str = ".partial-";
 
 #[cfg(test)]
 mod tests {

@@ -23,10 +23,10 @@ pub(crate) const BEST_FILE: &str = "best";
 /// Maximum size in bytes of [`LATEST_FILE`] and [`BEST_FILE`].
 const NAME_BYTES_MAX: u64 = 64;
 
-const STEP: &str = "step-";
+const STEP_PREFIX: &str = "step-";
 
 pub(crate) fn step_name(step: u64) -> String {
-    format!("{STEP}{step}")
+    format!("{STEP_PREFIX}{step}")
 }
 
 /// The checkpoints and unfinished saves in a folder, according to the names of its entries.
@@ -57,7 +57,7 @@ impl FolderNames {
     }
 
     fn add(&mut self, name: String) {
-        let Some(rest) = name.strip_prefix(STEP) else { return };
+        let Some(rest) = name.strip_prefix(STEP_PREFIX) else { return };
         let (digits, suffix) = rest.split_at(rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len()));
         let Ok(step) = digits.parse::<u64>() else { return };
         // Another spelling of the number, such as 007, was not written by this crate.
@@ -75,7 +75,7 @@ impl FolderNames {
 /// Returns the step that the file `name` in `folder` names. `None` if there is no such file, or it names no step.
 fn named_step(folder: &Path, name: &str) -> Option<u64> {
     let contents = read_bounded(&folder.join(name), NAME_BYTES_MAX).ok()?;
-    std::str::from_utf8(&contents).ok()?.trim().strip_prefix(STEP)?.parse().ok()
+    std::str::from_utf8(&contents).ok()?.trim().strip_prefix(STEP_PREFIX)?.parse().ok()
 }
 
 /// Returns the step of the checkpoint with the lowest validation loss, if one was [marked](crate::mark_best).

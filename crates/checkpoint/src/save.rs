@@ -222,7 +222,7 @@ impl SaveOperation<'_> {
         for (index, file) in files.iter().enumerate() {
             let repeated = files[..index].iter().any(|earlier| earlier.name == file.name);
             // The checkpoint itself may write files of these names.
-            let is_own = file.name == MANIFEST_FILE || file.name.starts_with(SHARD);
+            let is_own = file.name == MANIFEST_FILE || file.name.starts_with(SHARD_PREFIX);
             if !is_plain_name(file.name) || is_own || repeated {
                 return Err(CheckpointError::FileName { name: file.name.to_owned() });
             }
@@ -356,10 +356,10 @@ impl SaveOperation<'_> {
 }
 
 fn shard_name(rank: usize) -> String {
-    format!("{SHARD}{rank:05}.safetensors")
+    format!("{SHARD_PREFIX}{rank:05}.safetensors")
 }
 
-const SHARD: &str = "shard-";
+const SHARD_PREFIX: &str = "shard-";
 
 /// Returns the position of the first element of `part` among the elements of the boxes `held`, one of which contains the part.
 fn position_in_any(held: &[Extent], part: &Extent) -> usize {

@@ -84,8 +84,8 @@ pub(crate) fn end_as_first_process() -> io::Result<()> {
 pub(crate) struct Interrupts(Arc<Mutex<Option<Requests>>>);
 
 impl Interrupts {
-    /// Installs the handlers. Before a run [begins](Interrupts::save_for), and after it has ended, signals end the process. `reports` says
-    /// whether the first signal is reported, `is_worker` whether a launcher may forward signals to this process.
+    /// Installs the handlers. Before a run [begins](Interrupts::forward_to), and after it has ended, signals end the process. `reports`
+    /// says whether the first signal is reported, `is_worker` whether a launcher may forward signals to this process.
     pub(crate) fn listen(reports: bool, is_worker: bool) -> io::Result<Self> {
         let mut signals = Signals::new(stop_signals())?;
         UNHANDLED.store(false, Ordering::SeqCst);
@@ -112,7 +112,7 @@ impl Interrupts {
     }
 
     /// Makes signals ask a run to end, until the returned guard is dropped.
-    pub(crate) fn save_for(&self, requests: Requests) -> impl Drop + use<> {
+    pub(crate) fn forward_to(&self, requests: Requests) -> impl Drop + use<> {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(requests);
         Guard(self.clone())
     }

@@ -75,9 +75,9 @@ fn thread_peak(unit: ExecutionUnit, num_busy: usize, cache: Option<MachineCache>
     if let Some(&peak) = peaks.get(&key).filter(|peak| (1.0..THREAD_PEAK_MAX).contains(*peak)) {
         return Ok((peak, "measured by an earlier command".to_owned()));
     }
-    let (features_max, load) = (Some(unit.features()), load_average());
+    let (simd_level_max, load) = (Some(unit.min_simd_level()), load_average());
     let device =
-        Device::cpu(DeviceOptions { num_threads: num_busy, features_max, ..DeviceOptions::default() })?;
+        Device::cpu(DeviceOptions { num_threads: num_busy, simd_level_max, ..DeviceOptions::default() })?;
     let peak = Probe::new(&device, MEASURING_DURATION).peak(unit) / num_busy as f64;
     if load > share_of_cores(1) as f64 / 2.0 {
         return Ok((peak, format!("measured while other programs may have computed (load {load:.1})")));

@@ -40,10 +40,10 @@ pub struct CompressionOptions {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Compression {
     codec: CodecName,
-    pub(super) method: CodecConfig,
+    pub(super) config: CodecConfig,
     warmup_steps: u64,
     /// The method of the warm-up steps, unless `method` has a ratio, which the warm-up raises instead.
-    pub(super) warmup_method: CodecConfig,
+    pub(super) warmup_config: CodecConfig,
     error_feedback: bool,
     normalize: Option<f32>,
 }
@@ -125,18 +125,25 @@ impl Compression {
             return Err(options.refuse("error_feedback", error_feedback, allowed));
         }
         let warmup_steps = options.warmup_steps.unwrap_or(0);
-        let (warmup_method, normalize) = (options.warmup_method()?, options.normalize()?);
+        let (warmup_method, normalize) = (options.warmup_config()?, options.normalize()?);
         let codec = options.codec;
-        Ok(Compression { codec, method, warmup_steps, warmup_method, error_feedback, normalize })
+        Ok(Compression {
+            codec,
+            config: method,
+            warmup_steps,
+            warmup_config: warmup_method,
+            error_feedback,
+            normalize,
+        })
     }
 
     /// Returns the compression that sends every gradient unchanged.
     pub const fn none() -> Self {
         Compression {
             codec: CodecName::None,
-            method: CodecConfig::None,
+            config: CodecConfig::None,
             warmup_steps: 0,
-            warmup_method: CodecConfig::None,
+            warmup_config: CodecConfig::None,
             error_feedback: false,
             normalize: None,
         }
@@ -163,14 +170,14 @@ impl Compression {
         self.warmup_steps
     }
 
-    fn method_at(&self, step: u64) -> CodecConfig {
-        let is_warming_up = step < self.warmup_steps && self.method.last_ratio().is_none();
-        if is_warming_up { self.warmup_method } else { self.method }
+    fn config_at(&self, step: u64) -> CodecConfig {
+        let is_warming_up = step < self.warmup_steps && self.config.last_ratio().is_none();
+        if is_warming_up { self.warmup_config } else { self.config }
     }
 
     /// Whether the warm-up codec compresses step `step`, counted from 0.
     pub(super) fn uses_warmup_codec(&self, step: u64) -> bool {
-        step < self.warmup_steps && self.warmup_method != CodecConfig::None
+        step < self.warmup_steps && self.warmup_config != CodecConfig::None
     }
 
     /// Returns why step `step`, counted from 0, sends `bucket` uncompressed; `None` if it is compressed.
@@ -185,15 +192,15 @@ impl Compression {
             let rounds = self.rounds_of(method, bucket, step);
             rounds.iter().map(|round| round.bytes_sent(world_size)).sum::<u64>() < uncompressed_bytes
         };
-        if self.method == CodecConfig::None {
+        if self.config == CodecConfig::None {
             Some(UncompressedReason::NoCodec)
         } else if world_size == 1 {
             Some(UncompressedReason::OneRank)
-        } else if !gains(self.method) {
+        } else if !gains(self.config) {
             Some(UncompressedReason::NoGain)
-        } else if self.method_at(step) == CodecConfig::None {
+        } else if self.config_at(step) == CodecConfig::None {
             Some(UncompressedReason::WarmUp)
-        } else if !gains(self.method_at(step)) {
+        } else if !gains(self.config_at(step)) {
             Some(UncompressedReason::NoGain)
         } else {
             None
@@ -205,7 +212,7 @@ impl Compression {
     pub fn rounds(&self, bucket: &Bucket, world_size: usize, step: u64) -> Vec<Round> {
         match self.uncompressed_reason(bucket, world_size, step) {
             Some(_) => vec![Round::uncompressed(bucket.len())],
-            None => self.rounds_of(self.method_at(step), bucket, step),
+            None => self.rounds_of(self.config_at(step), bucket, step),
         }
     }
 
@@ -217,7 +224,7 @@ impl Compression {
 
     /// Returns the steps, counted from 0, at which the rounds may change, beginning with step 0.
     pub(super) fn changing_steps(&self) -> Vec<u64> {
-        let num_intervals = self.method.last_ratio().map_or(1, |last| warmup_ratios(last).count());
+        let num_intervals = self.config.last_ratio().map_or(1, |last| warmup_ratios(last).count());
         let first = |interval| {
             let step =
                 (interval as u128 * u128::from(self.warmup_steps)).div_ceil(num_intervals.max(1) as u128);
@@ -318,7 +325,7 @@ impl CompressionOptions {
         is_allowed.then_some(len).ok_or_else(refused)
     }
 
-    fn warmup_method(&self) -> Result<CodecConfig> {
+    fn warmup_config(&self) -> Result<CodecConfig> {
         let codec = self.warmup_codec.unwrap_or(CodecName::None);
         let quantized = |bits| CodecConfig::Quantized { bits, block_len: 256 };
         match codec {
@@ -351,11 +358,11 @@ impl fmt::Display for Compression {
     /// Formats the codec and its options with the names of the config, such as `random_k (ratio = 0.01, …)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.codec)?;
-        if self.method == CodecConfig::None {
+        if self.config == CodecConfig::None {
             return Ok(());
         }
         f.write_str(" (")?;
-        match self.method {
+        match self.config {
             CodecConfig::Quantized { block_len, .. } | CodecConfig::OneBit { block_len } => {
                 write!(f, "block_len = {block_len}, ")?;
             }
@@ -367,7 +374,7 @@ impl fmt::Display for Compression {
         let normalizes = self.normalize.is_some();
         let Compression { warmup_steps, error_feedback, .. } = self;
         write!(f, "warmup_steps = {warmup_steps}, ")?;
-        match self.warmup_method {
+        match self.warmup_config {
             CodecConfig::Bf16 => f.write_str("warmup_codec = bf16, ")?,
             CodecConfig::Quantized { bits: Bits::Eight, .. } => f.write_str("warmup_codec = int8, ")?,
             CodecConfig::Quantized { bits: Bits::Four, .. } => f.write_str("warmup_codec = int4, ")?,
@@ -395,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn at_least_one_element_is_kept() {
+    fn at_least_one_element_is_selected() {
         for (len, ratio, expected) in [
             (0, 0.5, 0),
             (1, 0.001, 1),

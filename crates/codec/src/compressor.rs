@@ -51,8 +51,8 @@ pub(super) struct State {
 /// The call that the compressor expects next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ExpectedCall {
-    Write { round: usize },
-    Read { round: usize },
+    Encode { round: usize },
+    Decode { round: usize },
 }
 
 /// Statistics of one step of a bucket on one rank.
@@ -94,11 +94,11 @@ impl Compressor {
         assert!(rank.0 < world_size, "rank {rank} in a world of {world_size}");
         check_len(compression, bucket)?;
         let (codec, keeps_residual): (Box<dyn Codec>, bool) = if compression.needs_codec(bucket, world_size) {
-            (codec_of(compression.method, compression, bucket), compression.error_feedback())
+            (codec_of(compression.config, compression, bucket), compression.error_feedback())
         } else {
             (Box::new(Uncompressed), false)
         };
-        let warmup_codec = codec_of(compression.warmup_method, compression, bucket);
+        let warmup_codec = codec_of(compression.warmup_config, compression, bucket);
         let residual = keeps_residual.then(|| vec![0.0; bucket.len()]);
         let normalizer = compression.normalize().map(|decay| Normalizer::new(decay, bucket.len()));
         let mut compressor = Compressor {
@@ -112,7 +112,7 @@ impl Compressor {
             state: State { step: 0, residual, normalizer },
             rounds: Vec::new(),
             uncompressed_reason: None,
-            expected_call: ExpectedCall::Write { round: 0 },
+            expected_call: ExpectedCall::Encode { round: 0 },
             statistics: CompressionStatistics::default(),
         };
         compressor.begin_step();
@@ -162,12 +162,12 @@ impl Compressor {
     /// If a call of [`decode`](Compressor::decode) is expected instead, the message has another length than the round's or
     /// is not aligned to its dtype, or the gradient does not have the bucket's length.
     pub fn encode(&mut self, gradient: &mut [f32], message: &mut [u8]) {
-        let ExpectedCall::Write { round } = self.expected_call else {
+        let ExpectedCall::Encode { round } = self.expected_call else {
             panic!("expected {:?} before the next message", self.expected_call)
         };
         assert_eq!(gradient.len(), self.bucket.len(), "the gradient belongs to another bucket");
         assert_eq!(message.len(), self.rounds[round].num_bytes(), "a message of {:?}", self.rounds[round]);
-        self.expected_call = ExpectedCall::Read { round };
+        self.expected_call = ExpectedCall::Decode { round };
         let context = self.context(round);
         if let (0, Some(normalizer)) = (round, &mut self.state.normalizer) {
             normalizer.divide(context.step, gradient);
@@ -208,7 +208,7 @@ impl Compressor {
     /// If a call of [`encode`](Compressor::encode) is expected instead, the result is not aligned to the round's dtype,
     /// or the gradient does not have the bucket's length.
     pub fn decode(&mut self, gradient: &mut [f32], result: &[u8]) -> Result<()> {
-        let ExpectedCall::Read { round } = self.expected_call else {
+        let ExpectedCall::Decode { round } = self.expected_call else {
             panic!("expected {:?} before a result", self.expected_call)
         };
         assert_eq!(gradient.len(), self.bucket.len(), "the gradient belongs to another bucket");
@@ -228,7 +228,7 @@ impl Compressor {
             }
             None => self.codec.decode(&context, result, gradient)?,
         }
-        self.expected_call = ExpectedCall::Write { round: round + 1 };
+        self.expected_call = ExpectedCall::Encode { round: round + 1 };
         if round + 1 == self.rounds.len() {
             self.end_step();
         }
@@ -259,7 +259,7 @@ impl Compressor {
         if self.state.step <= self.compression.warmup_steps() {
             self.begin_step();
         }
-        self.expected_call = ExpectedCall::Write { round: 0 };
+        self.expected_call = ExpectedCall::Encode { round: 0 };
     }
 
     /// Determines the rounds of the next step.
@@ -267,13 +267,13 @@ impl Compressor {
         let (bucket, step) = (&self.bucket, self.state.step);
         self.rounds = self.compression.rounds(bucket, self.world_size, step);
         self.uncompressed_reason = self.compression.uncompressed_reason(bucket, self.world_size, step);
-        self.expected_call = ExpectedCall::Write { round: 0 };
+        self.expected_call = ExpectedCall::Encode { round: 0 };
     }
 }
 
 /// Refuses a bucket whose elements cannot be indexed with 32 bits, if the codec sends or draws such indices.
 fn check_len(compression: &Compression, bucket: &Bucket) -> Result<()> {
-    let has_indices = matches!(compression.method, CodecConfig::TopK { .. } | CodecConfig::RandomK { .. });
+    let has_indices = matches!(compression.config, CodecConfig::TopK { .. } | CodecConfig::RandomK { .. });
     if has_indices && u32::try_from(bucket.len()).is_err() {
         let codec = compression.codec();
         return Err(CompressionError::BucketTooLong { codec, len: bucket.len() });

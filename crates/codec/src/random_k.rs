@@ -17,13 +17,13 @@ const WORD_BITS: usize = u64::BITS as usize;
 const WORDS_PER_STEP: u64 = 1 << 34;
 
 /// Number of words that hold one bit for each of `len` elements.
-const fn num_words(len: usize) -> usize {
+const fn bitset_len(len: usize) -> usize {
     len.div_ceil(WORD_BITS)
 }
 
 /// Returns the scratch memory for `len` elements, in bytes.
 pub(super) const fn scratch_bytes(len: usize) -> usize {
-    num_words(len) * size_of::<u64>()
+    bitset_len(len) * size_of::<u64>()
 }
 
 #[derive(Debug)]
@@ -35,7 +35,7 @@ pub(super) struct RandomK {
 
 impl RandomK {
     pub(super) fn new(len: usize, is_unbiased: bool) -> Self {
-        RandomK { drawn: vec![0; num_words(len)], is_unbiased }
+        RandomK { drawn: vec![0; bitset_len(len)], is_unbiased }
     }
 
     /// Draws `num_drawn` of `len` elements. Each subset of that size has the same probability (Floyd's algorithm:

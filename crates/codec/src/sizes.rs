@@ -40,7 +40,7 @@ impl Compression {
     /// Whether any step of a bucket needs the codec. A codec with momentum is needed even if nothing is compressed,
     /// because its momentum replaces that of the optimizer.
     pub(super) fn needs_codec(&self, bucket: &Bucket, world_size: usize) -> bool {
-        let has_momentum = matches!(self.method, CodecConfig::TopK { momentum, .. } if momentum > 0.0);
+        let has_momentum = matches!(self.config, CodecConfig::TopK { momentum, .. } if momentum > 0.0);
         has_momentum || self.is_ever_compressed(bucket, world_size)
     }
 
@@ -52,7 +52,7 @@ impl Compression {
 
     /// Returns the number of elements of the codec's state, and the bytes of its scratch memory.
     fn codec_sizes(&self, bucket: &Bucket) -> (usize, usize) {
-        match self.method {
+        match self.config {
             CodecConfig::TopK { momentum, .. } if momentum > 0.0 => (bucket.len(), 0),
             CodecConfig::RandomK { .. } => (0, random_k::scratch_bytes(bucket.len())),
             CodecConfig::LowRank { rank } => low_rank::Layout::new(bucket, rank).sizes(),

@@ -2,7 +2,7 @@ use std::time::{Duration, Instant};
 
 /// How long a thread without other work continues to poll when the spinning polls have failed. It yields the processor between these polls,
 /// and sleeps after them.
-const WAITING_MAX: Duration = Duration::from_micros(100);
+const YIELDING_POLL_MAX: Duration = Duration::from_micros(100);
 /// Maximum number of polls or tries that spin before a thread yields the processor, enough for a peer that is about to arrive on another
 /// processor. `poll` starts with this number.
 const NUM_POLLS_MAX: u32 = 400;
@@ -44,7 +44,7 @@ impl Backoff {
         }
         self.num_polls = (self.num_polls / 2).max(NUM_POLLS_MIN);
         let since = Instant::now();
-        while has_no_other_work && since.elapsed() < WAITING_MAX {
+        while has_no_other_work && since.elapsed() < YIELDING_POLL_MAX {
             for _ in 0..NUM_YIELDS {
                 std::thread::yield_now();
                 if has_arrived() {

@@ -92,7 +92,7 @@ impl<T: BufferElement> Buffer<T> {
 
     /// Number of elements.
     pub fn len(&self) -> usize {
-        self.storage.len() / self.dtype().size()
+        self.storage.num_bytes() / self.dtype().size()
     }
 
     /// Whether the vector has no elements.
@@ -192,7 +192,7 @@ impl Storage {
         Storage { memory, dtype, num_bytes, full_bytes: num_bytes }
     }
 
-    pub(crate) fn len(&self) -> usize {
+    pub(crate) fn num_bytes(&self) -> usize {
         self.num_bytes
     }
 
@@ -223,12 +223,12 @@ impl Storage {
     }
 
     /// The address of the first byte. A raw pointer rather than a reference, because peers may access the bytes while it exists.
-    pub(crate) fn start(&mut self) -> *mut u8 {
+    pub(crate) fn as_mut_ptr(&mut self) -> *mut u8 {
         self.wait();
         match &mut self.memory {
             Memory::Pending(_) => unreachable!("it was waited for"),
             Memory::Heap(lines) => lines.as_mut_ptr().cast(),
-            Memory::Shared(region) => region.start(),
+            Memory::Shared(region) => region.as_mut_ptr(),
         }
     }
 

@@ -6,9 +6,9 @@
 //! # Late or stuck
 //! Each rank has a [heartbeat](trireme_base::Heartbeat), which records every sign of progress: a line of its program, an operation, a
 //! message, bytes that move, and, by [`Group::heartbeat`](crate::Group::heartbeat), long work outside of the group. A rank that waits for
-//! longer than [`stall`] asks the missing ranks for the age of their last beat. It fails if a missing rank has been silent for the timeout,
-//! or if all ranks have reached the operation and none of them makes progress ([`Control::timed_out_peers`]). Messages follow the same rule
-//! (`messages/message_engine.rs`).
+//! longer than [`stall_threshold`] asks the missing ranks for the age of their last beat. It fails if a missing rank has been silent for
+//! the timeout, or if all ranks have reached the operation and none of them makes progress ([`Control::timed_out_peers`]). Messages follow
+//! the same rule (`messages/message_engine.rs`).
 //!
 //! A waiting rank adopts the progress of the rank that it waits for, so a chain of ranks waits as long as its last rank works. The reported
 //! age is subtracted from the time of the request, not of the reply, and is rounded up. So the age only grows as it is passed on, and ranks
@@ -149,7 +149,7 @@ impl Control {
     pub(crate) fn tick(&mut self, call: &Call) -> Result<(), CommError> {
         self.check(call)?;
         let elapsed = call.started.elapsed();
-        if elapsed < stall(call.timeout) {
+        if elapsed < stall_threshold(call.timeout) {
             return Ok(());
         }
         if let Some(silent) = self.timed_out_peers(call) {
@@ -161,7 +161,7 @@ impl Control {
             self.reported_waiting = call.sequence + 1;
             self.reported_at = Some(Instant::now());
             self.peers.iter_mut().for_each(|peer| peer.ask(notice));
-        } else if self.reported_at.is_none_or(|last| last.elapsed() >= stall(call.timeout)) {
+        } else if self.reported_at.is_none_or(|last| last.elapsed() >= stall_threshold(call.timeout)) {
             self.reported_at = Some(Instant::now());
             let missing = self.missing(call);
             for (rank, peer) in self.peers.iter_mut().enumerate() {
@@ -170,7 +170,7 @@ impl Control {
                 }
             }
         }
-        if elapsed >= stall_warning(call.timeout) && self.warned_of_stall <= call.sequence {
+        if elapsed >= stall_warning_threshold(call.timeout) && self.warned_of_stall <= call.sequence {
             self.warned_of_stall = call.sequence + 1;
             self.recorder.report_stall(call, &self.missing(call));
         }
@@ -368,12 +368,12 @@ impl Control {
 }
 
 /// How long an operation with this timeout runs before this rank reports to its peers that it waits.
-pub(crate) fn stall(timeout: Duration) -> Duration {
+pub(crate) fn stall_threshold(timeout: Duration) -> Duration {
     STALL.min(timeout / 4)
 }
 
 /// How long an operation with this timeout runs before the user is warned.
-pub(crate) fn stall_warning(timeout: Duration) -> Duration {
+pub(crate) fn stall_warning_threshold(timeout: Duration) -> Duration {
     WARN_MAX.min(timeout / 2)
 }
 

@@ -6,7 +6,7 @@
 //! places and write their reports.
 
 use crate::call::{Call, CallStatistics, Payload};
-use crate::control::{Control, stall};
+use crate::control::{Control, stall_threshold};
 use crate::recorder::{GroupRecorder, Issued, Occasion};
 use crate::transport::Transport;
 use crate::{CommError, CommStatistics, Operation};
@@ -63,7 +63,7 @@ impl Engine {
 
     /// Interval between two reads of the peers' notices while the group is idle.
     pub(crate) fn notice_interval(&self) -> Duration {
-        NOTICE_INTERVAL_MAX.min(stall(self.timeout))
+        NOTICE_INTERVAL_MAX.min(stall_threshold(self.timeout))
     }
 
     /// Executes the operation. After a failure, of which the peers are notified, only [`leave`](Engine::leave) may follow. `is_awaited`

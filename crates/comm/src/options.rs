@@ -84,7 +84,7 @@ pub struct GivenCosts {
 
 impl GivenCosts {
     /// Returns `model` with the given costs in place of its own.
-    pub fn over(&self, model: CostModel) -> CostModel {
+    pub fn apply_to(&self, model: CostModel) -> CostModel {
         CostModel {
             within: self.within.unwrap_or(model.within),
             across: self.across.unwrap_or(model.across),

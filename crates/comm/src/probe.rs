@@ -39,7 +39,7 @@ pub(crate) fn measure(
     let across = across.map(|pair| measure_link(group, pair)).transpose()?.flatten();
     let direct = has_direct.then(|| measure_direct(group)).transpose()?;
     // The values that this rank measured, 0 for the others.
-    let [within, across] = [within, across].map(|cost| cost.map_or([0.0; 2], of_link));
+    let [within, across] = [within, across].map(|cost| cost.map_or([0.0; 2], link_cost_to_array));
     let direct = direct.map_or([0.0; 2], |cost| [cost.synchronisation_seconds, cost.seconds_per_byte]);
     let own: Vec<u8> =
         [within, across, direct].as_flattened().iter().flat_map(|value| value.to_le_bytes()).collect();
@@ -69,7 +69,7 @@ pub(crate) fn measure(
     })
 }
 
-fn of_link(cost: LinkCost) -> [f64; 2] {
+fn link_cost_to_array(cost: LinkCost) -> [f64; 2] {
     [cost.latency_seconds, cost.seconds_per_byte]
 }
 

@@ -47,7 +47,7 @@ struct State {
     /// `None` while a thread executes an operation, and permanently after the group has ended.
     engine: Option<Engine>,
     slots: Slab<Slot>,
-    waiting: VecDeque<usize>,
+    queued: VecDeque<usize>,
     failure: Option<CommError>,
     /// The group has been dropped, so no more operations will be issued.
     closed: bool,
@@ -55,7 +55,7 @@ struct State {
     is_polled: bool,
     num_issued: u64,
     /// Number of threads that wait while another one executes.
-    num_waiting: usize,
+    num_waiters: usize,
     statistics: CommStatistics,
 }
 
@@ -74,7 +74,7 @@ enum Recipient {
 
 enum Progress {
     /// The operation is queued.
-    Waiting(Operation, Issued, Payload),
+    Queued(Operation, Issued, Payload),
     /// Some thread executes the operation.
     Running,
     /// The result has not been fetched yet.
@@ -98,12 +98,12 @@ impl Queue {
             state: Mutex::new(State {
                 engine: Some(engine),
                 slots: Slab::with_capacity(NUM_PREALLOCATED),
-                waiting: VecDeque::with_capacity(NUM_PREALLOCATED),
+                queued: VecDeque::with_capacity(NUM_PREALLOCATED),
                 failure: None,
                 closed: false,
                 is_polled: false,
                 num_issued: 0,
-                num_waiting: 0,
+                num_waiters: 0,
                 statistics: CommStatistics::default(),
             }),
             submitted: Condvar::new(),
@@ -131,12 +131,12 @@ impl Queue {
         state.num_issued += 1;
         let is_waiting = issued.is_ok();
         let progress = match issued {
-            Ok(issued) => Progress::Waiting(operation, issued, payload),
+            Ok(issued) => Progress::Queued(operation, issued, payload),
             Err(failure) => Progress::Finished(Err(failure)),
         };
         let slot = state.fill_slot(progress);
         if is_waiting {
-            state.waiting.push_back(slot);
+            state.queued.push_back(slot);
         }
         Ticket { queue: Arc::clone(self), slot: Some(slot) }
     }
@@ -145,10 +145,10 @@ impl Queue {
     pub(crate) fn serve(&self) {
         let mut state = self.lock();
         let mut activity = Activity { num_seen: 0, idle_since: Instant::now() };
-        while state.failure.is_none() && !(state.closed && state.engine.is_some() && state.waiting.is_empty())
+        while state.failure.is_none() && !(state.closed && state.engine.is_some() && state.queued.is_empty())
         {
             state = match &state.engine {
-                Some(_) if !state.waiting.is_empty() => self.execute_oldest(state, false),
+                Some(_) if !state.queued.is_empty() => self.execute_oldest(state, false),
                 _ => self.wait_and_read_notices(state, &mut activity),
             };
         }
@@ -172,7 +172,7 @@ impl Queue {
         let waited = self.submitted.wait_timeout(state, interval);
         let (mut state, waited) = waited.expect("no thread panics while it holds the queue");
         let was_polling = std::mem::replace(&mut state.is_polled, false);
-        if was_polling || !waited.timed_out() || !state.waiting.is_empty() {
+        if was_polling || !waited.timed_out() || !state.queued.is_empty() {
             return state;
         }
         let Some(mut engine) = state.engine.take() else { return state };
@@ -194,7 +194,7 @@ impl Queue {
 
     /// Wakes the threads that wait for results. Notifying costs a system call even without waiting threads, so it is skipped then.
     fn wake_waiting(&self, state: &State) {
-        if state.num_waiting > 0 {
+        if state.num_waiters > 0 {
             self.finished.notify_all();
         }
     }
@@ -233,8 +233,8 @@ impl Queue {
         mut state: MutexGuard<'a, State>,
         is_awaited: bool,
     ) -> MutexGuard<'a, State> {
-        let slot = state.waiting.pop_front().expect("the caller saw an operation waiting");
-        let Progress::Waiting(operation, issued, mut payload) = state.slots[slot].replace(Progress::Running)
+        let slot = state.queued.pop_front().expect("the caller saw an operation waiting");
+        let Progress::Queued(operation, issued, mut payload) = state.slots[slot].replace(Progress::Running)
         else {
             unreachable!("a queued slot holds an operation");
         };
@@ -260,7 +260,7 @@ impl Queue {
         if !was_aborted {
             state.engine = Some(engine);
         }
-        if !state.waiting.is_empty() || state.closed || state.failure.is_some() {
+        if !state.queued.is_empty() || state.closed || state.failure.is_some() {
             self.submitted.notify_one();
         }
         self.wake_waiting(&state);
@@ -287,7 +287,7 @@ impl State {
     /// Records the first failure, and fails all queued operations with it.
     fn fail(&mut self, failure: CommError) {
         let failure = self.failure.get_or_insert(failure).clone();
-        while let Some(slot) = self.waiting.pop_front() {
+        while let Some(slot) = self.queued.pop_front() {
             self.finish(slot, Err(failure.clone()));
         }
     }
@@ -351,11 +351,11 @@ impl Ticket {
         loop {
             match &state.slots[slot].progress {
                 Progress::Finished(_) => break,
-                Progress::Waiting(..) if state.engine.is_some() => state = queue.execute_oldest(state, true),
+                Progress::Queued(..) if state.engine.is_some() => state = queue.execute_oldest(state, true),
                 _ => {
-                    state.num_waiting += 1;
+                    state.num_waiters += 1;
                     state = queue.finished.wait(state).expect("no thread panics while it holds the queue");
-                    state.num_waiting -= 1;
+                    state.num_waiters -= 1;
                 }
             }
         }

@@ -58,7 +58,7 @@ pub(crate) struct Selection {
     requested: Option<Algorithm>,
     keeps_order: bool,
     /// Given costs, with typical ones for the rest.
-    typical: CostModel,
+    unmeasured: CostModel,
     /// Measured costs. All ranks set them between the same two operations.
     measured: Arc<OnceLock<CostModel>>,
     /// The choices made before and after the measurement. Shared by clones.
@@ -76,7 +76,7 @@ impl Selection {
             hosts,
             requested: options.algorithm,
             keeps_order: options.keeps_order,
-            typical: options.costs.over(typical_costs(shares_memory)),
+            unmeasured: options.costs.apply_to(typical_costs(shares_memory)),
             measured,
             chosen: Arc::default(),
         }
@@ -85,7 +85,7 @@ impl Selection {
     /// The algorithm for `collective` on elements of `element_bytes` bytes.
     pub(crate) fn algorithm(&self, collective: Collective, element_bytes: usize) -> Algorithm {
         let measured = self.measured.get();
-        let (model, which) = (measured.unwrap_or(&self.typical), usize::from(measured.is_some()));
+        let (model, which) = (measured.unwrap_or(&self.unmeasured), usize::from(measured.is_some()));
         if let Some(&algorithm) = self.lock()[which].get(&(collective, element_bytes)) {
             return algorithm;
         }

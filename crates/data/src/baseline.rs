@@ -22,7 +22,7 @@ const STRETCH_TOKENS: u64 = 64 << 10;
 pub fn bigram_baseline(train: &TokenFile, validation: &TokenFile) -> Result<f64, DataError> {
     let vocabulary_size = train.vocabulary_size().max(validation.vocabulary_size());
     let mut pairs = Bigrams::of(validation, vocabulary_size)?;
-    let num_pairs: u64 = pairs.occurrences.iter().sum();
+    let num_pairs: u64 = pairs.validation_counts.iter().sum();
     if num_pairs == 0 {
         return Err(DataError::TooFewTokens { num_tokens: validation.num_tokens(), seq_len: 1 });
     }
@@ -53,9 +53,9 @@ struct Bigrams {
     /// The second token of each pair, in ascending order for each first token.
     followers: Vec<u32>,
     /// Number of occurrences of each pair in the validation text.
-    occurrences: Vec<u64>,
+    validation_counts: Vec<u64>,
     /// Number of occurrences of each pair in the training text.
-    counts: Vec<u64>,
+    train_counts: Vec<u64>,
 }
 
 impl Bigrams {
@@ -76,14 +76,19 @@ impl Bigrams {
         for a in 0..vocabulary_size {
             starts[a + 1] += starts[a];
         }
-        Ok(Bigrams { starts, counts: vec![0; followers.len()], followers, occurrences })
+        Ok(Bigrams {
+            starts,
+            train_counts: vec![0; followers.len()],
+            followers,
+            validation_counts: occurrences,
+        })
     }
 
     fn count(&mut self, a: u32, b: u32) {
         let start = self.starts[a as usize];
         let followers = &self.followers[start..self.starts[a as usize + 1]];
         if let Ok(index) = followers.binary_search(&b) {
-            self.counts[start + index] += 1;
+            self.train_counts[start + index] += 1;
         }
     }
 
@@ -92,7 +97,7 @@ impl Bigrams {
     fn iter(&self) -> impl Iterator<Item = (u32, u32, u64, u64)> + '_ {
         self.starts.windows(2).enumerate().flat_map(move |(a, bounds)| {
             (bounds[0]..bounds[1]).map(move |index| {
-                (a as u32, self.followers[index], self.occurrences[index], self.counts[index])
+                (a as u32, self.followers[index], self.validation_counts[index], self.train_counts[index])
             })
         })
     }

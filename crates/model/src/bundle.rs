@@ -133,7 +133,7 @@ impl TensorSpec {
 
     /// Returns the spec of the part of a batch tensor that a rank of the context axis holds: only the rank's positions along dim 1. A
     /// tensor without positions is not split.
-    pub fn of_positions(self, context: ContextRank) -> Self {
+    pub fn for_context_rank(self, context: ContextRank) -> Self {
         match self.positions(context) {
             None => self,
             Some(positions) => TensorSpec { shape: self.shape.with_dim(1, positions.len()), ..self },
@@ -210,7 +210,7 @@ impl HostBatch {
     pub fn upload_positions(&self, device: &Device, context: ContextRank) -> Result<Batch, DeviceError> {
         let tensor = |(spec, words): &(TensorSpec, Vec<StorageWord>)| {
             let bytes = &bytemuck::cast_slice::<_, u8>(words)[..spec.num_bytes()];
-            let shape = spec.of_positions(context).shape;
+            let shape = spec.for_context_rank(context).shape;
             let mut tensor = device.empty(shape, spec.dtype, Category::Activations)?;
             let Some(positions) = spec.positions(context) else {
                 device.upload(bytes, tensor.view_mut());

@@ -1,4 +1,4 @@
-use trireme_tensor::{DeviceError, ExpertsError, UnsplittableError};
+use trireme_tensor::{DeviceError, ExpertDegreeError, UnsplittableError};
 
 /// A result with the error [`ModelError`], unless another error type is given.
 pub(crate) type Result<T, E = ModelError> = std::result::Result<T, E>;
@@ -21,7 +21,7 @@ pub enum ModelError {
     #[error(transparent)]
     CannotSplit(#[from] UnsplittableError),
     #[error(transparent)]
-    Experts(#[from] ExpertsError),
+    Experts(#[from] ExpertDegreeError),
     #[error("cannot build the model")]
     Build(#[source] Box<dyn std::error::Error + Send + Sync>),
     #[error(transparent)]

@@ -25,7 +25,7 @@ pub use error::ModelError;
 pub use families::{canonical_names, tied_names};
 pub use kv_cache::KvCache;
 pub use model::Model;
-pub use profile::{BatchTensor, KeptBytes, ModelProfile, PassOptions, Report, UnitProfile};
+pub use profile::{BatchTensor, KeptBytes, MeanReport, ModelProfile, PassOptions, UnitProfile};
 pub use sampling::Sampling;
 pub use tokens::{
     DOCUMENT_STARTS, LOGITS, LOSS_WEIGHTS, TARGETS, TOKEN_WEIGHTS, TOKENS, set_window, token_specs,

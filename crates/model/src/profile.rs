@@ -57,7 +57,7 @@ pub struct UnitProfile {
     /// Specs of the unit's outputs.
     pub outputs: Vec<TensorSpec>,
     /// The losses and metrics that the unit reports.
-    pub reports: Vec<Report>,
+    pub reports: Vec<MeanReport>,
     /// Whether backward reads parameters if its halves run together.
     pub backward_reads: bool,
     /// Whether the weight half of backward reads parameters if it runs separately.
@@ -81,7 +81,7 @@ pub(crate) const EXPERT_DROPS: &str = "expert_drops";
 
 /// A mean over rows that a unit reports for each microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Report {
+pub struct MeanReport {
     /// Name of a metric; `None` for the unit's contribution to the loss.
     pub metric: Option<&'static str>,
     /// Number of rows.
@@ -143,7 +143,7 @@ impl ModelProfile {
     }
 
     /// Returns all reports with the indices of their units, in order.
-    pub fn reports(&self) -> impl Iterator<Item = (usize, Report)> + '_ {
+    pub fn reports(&self) -> impl Iterator<Item = (usize, MeanReport)> + '_ {
         let units = self.units.iter().enumerate();
         units.flat_map(|(unit, found)| found.reports.iter().map(move |&report| (unit, report)))
     }
@@ -214,7 +214,7 @@ impl Model {
         }
         let mut inputs = Bundle::new();
         for unit in 0..self.num_units() {
-            let (passes, outputs, names) = profiler.unit(unit, inputs, &mut tensors)?;
+            let (passes, outputs, names) = profiler.measure_unit(unit, inputs, &mut tensors)?;
             for tensor in found.batch.iter_mut().filter(|tensor| names.contains(&tensor.spec.name)) {
                 tensor.readers.push(unit);
             }
@@ -291,7 +291,7 @@ impl Profiler<'_> {
     }
 
     /// Runs the passes of a unit. Returns their measurements, the outputs, and the names of the batch tensors that the unit reads.
-    pub(crate) fn unit(
+    pub(crate) fn measure_unit(
         &self,
         unit: usize,
         inputs: Bundle<Tensor>,
@@ -302,8 +302,9 @@ impl Profiler<'_> {
         let ((mut pass, outputs), forward_peak, forward_cost) =
             self.measure(|| self.forward(unit, inputs, batch))?;
         let forward = self.axes.log.take();
-        let report = |metric: &Metric| Report { metric: Some(metric.name), num_rows: metric.mean.num_rows };
-        let metrics: Vec<Report> = pass.metrics().iter().map(report).collect();
+        let report =
+            |metric: &Metric| MeanReport { metric: Some(metric.name), num_rows: metric.mean.num_rows };
+        let metrics: Vec<MeanReport> = pass.metrics().iter().map(report).collect();
         let output = self.bytes_of(&outputs)?;
         // From here on, the outputs count as the next unit's inputs.
         let base_of_backward = base + output;
@@ -328,13 +329,14 @@ impl Profiler<'_> {
         let backward_reads = self.parameters.was_read.get();
         let input_grad = self.bytes_of(&input_grads)?;
         drop(input_grads);
-        let loss = pass.loss().map(|loss| Report { metric: None, num_rows: loss.num_rows });
+        let loss = pass.loss().map(|loss| MeanReport { metric: None, num_rows: loss.num_rows });
         let reports = loss.into_iter().chain(metrics).collect();
         let names = pass.batch.iter().map(|(name, _)| name).collect();
         drop(pass);
         let base_of_halves = self.in_use();
         let inputs = self.tensors(&input_specs)?;
-        let (halves, weight_half_reads, half_exchanges) = self.halves(unit, inputs, batch, base_of_halves)?;
+        let (halves, weight_half_reads, half_exchanges) =
+            self.measure_halves(unit, inputs, batch, base_of_halves)?;
         let passes = UnitPasses {
             input,
             output,
@@ -364,7 +366,7 @@ impl Profiler<'_> {
 
     /// Runs the halves of backward separately. Returns their memory above `base` bytes and their costs, whether the weight half reads
     /// parameters, and the exchanges.
-    fn halves(
+    fn measure_halves(
         &self,
         unit: usize,
         inputs: Bundle<Tensor>,

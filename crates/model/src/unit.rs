@@ -301,7 +301,7 @@ impl UnitPass {
         self.tape.metrics()
     }
 
-    /// Returns a mean that the unit has [reported](crate::Report): a metric, or the loss if `metric` is `None`.
+    /// Returns a mean that the unit has [reported](crate::MeanReport): a metric, or the loss if `metric` is `None`.
     pub fn reported(&self, metric: Option<&str>) -> Option<&PendingMean> {
         match metric {
             None => self.loss(),

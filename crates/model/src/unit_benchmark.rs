@@ -75,7 +75,7 @@ impl UnitBenchmark<'_> {
             Some(below) => profiler.tensors(&self.profile.units[below].outputs)?,
             None => Bundle::new(),
         };
-        profiler.unit(self.unit, inputs, &mut batch)?;
+        profiler.measure_unit(self.unit, inputs, &mut batch)?;
         Ok(())
     }
 }

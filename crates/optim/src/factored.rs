@@ -1,7 +1,7 @@
 //! Adafactor for one matrix.
 
 use crate::members::{UpdatedParameter, UpdatedParameters};
-use crate::rules::{adafactor_scale, rms_step};
+use crate::rules::{adafactor_scale, adafactor_step};
 use crate::settings::OptimizerSettings;
 use crate::step::UnitStep;
 use std::sync::Arc;
@@ -143,7 +143,7 @@ impl AdafactorUpdate {
     /// Updates the moments from the `known` sums of all rows and columns.
     fn change_moments(&mut self, step: &UnitStep<'_>, known: View<'_>) {
         let (device, AdafactorVectorStep { mixing, .. }) =
-            (step.device, rms_step(self.settings, self.member(), step));
+            (step.device, adafactor_step(self.settings, self.member(), step));
         let [rows, cols] = [self.full_shape.rows(), self.full_shape.cols()];
         let sums = [known.part(1, [rows].into()), known.part(1 + rows, [cols].into())];
         for ((moments, sums), num_terms) in self.moments.iter_mut().zip(sums).zip([cols, rows]) {
@@ -170,7 +170,7 @@ impl AdafactorUpdate {
         let sums = [first.part(0, [1].into()), second];
         let settings = self.settings;
         let lr = self.members.scales(step.device, sums, |member| adafactor_scale(settings, member, step))?;
-        let factored = self.step(step, rms_step(settings, self.member(), step).parameter_factor);
+        let factored = self.step(step, adafactor_step(settings, self.member(), step).parameter_factor);
         let (pieces, moments) = (Arc::clone(&self.members.pieces), self.used_moments());
         step.device.factored_update(pieces, factored, lr.view(), moments, parameters, grads);
         Ok(())

@@ -79,7 +79,7 @@ impl Optimizer {
         }
         let none = View::from_f32s(&[], [0].into());
         let to_momentum = |rule: &dyn Rule, member: &UpdatedParameter, step: &UnitStep<'_>| {
-            rule.compressed_adam().map(|rule| Update::ToMomentum(rule.adam_step(member, step)))
+            rule.compressed_adam().map(|rule| Update::FrozenAdamMomentum(rule.adam_step(member, step)))
         };
         self.update_elements(device, unit, grads, none, settings, to_momentum);
     }
@@ -99,7 +99,7 @@ impl Optimizer {
         self.check_lengths(unit, parameters.shape().num_elements(), momentum.shape().num_elements());
         let from_momentum = |rule: &dyn Rule, member: &UpdatedParameter, step: &UnitStep<'_>| {
             Some(match rule.compressed_adam() {
-                Some(rule) => Update::FromMomentum(rule.adam_step(member, step)),
+                Some(rule) => Update::FrozenAdamFromMomentum(rule.adam_step(member, step)),
                 None => rule.update(member, step),
             })
         };

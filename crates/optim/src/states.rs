@@ -36,7 +36,7 @@ enum Source<'a> {
     Moments(&'a Tensor),
     Elementwise(&'a OptimizerState, &'a UpdatedParameters, &'a UpdatedParameter),
     /// On the ranks that have the expert.
-    Elsewhere,
+    OnOtherRanks,
 }
 
 impl State<'_> {
@@ -47,7 +47,7 @@ impl State<'_> {
     pub fn values(&self, device: &Device) -> Vec<f32> {
         match self.source {
             Source::Moments(moments) => device.read(moments.view()),
-            Source::Elsewhere => Vec::new(),
+            Source::OnOtherRanks => Vec::new(),
             Source::Elementwise(state, members, member) => {
                 let mut values = vec![0.0; member.held.len()];
                 state.read(&members.pieces, member.pieces.clone(), device, &mut values);
@@ -77,7 +77,7 @@ impl Optimizer {
                     for (name, len) in FACTORED_STATES.into_iter().zip([whole.rows(), whole.cols()]) {
                         let info = factored_info(table, name, *parameter, [len].into());
                         let info = StateInfo { held: 0..0, ..info };
-                        found.push(State { info, source: Source::Elsewhere });
+                        found.push(State { info, source: Source::OnOtherRanks });
                     }
                     continue;
                 }

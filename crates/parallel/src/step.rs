@@ -88,7 +88,7 @@ impl ExecutorOptions {
     pub const FUSION_BYTES: usize = 512 << 10;
 
     /// Returns the options of the passes of units. `context` is this rank's place on the context axis.
-    pub fn passes(&self, context: ContextRank) -> PassOptions {
+    pub fn pass_options(&self, context: ContextRank) -> PassOptions {
         PassOptions { precision: self.precision, fp8: self.fp8, sequence_parallel: self.shards_rows, context }
     }
 

@@ -3,10 +3,10 @@
 //! Parallelism, checkpoints and planning all use this description of how tensors are split. The crate is pure data: no IO, threads or
 //! clock.
 
+mod copy_run;
 mod mesh;
 mod placement;
-mod run;
 
+pub use copy_run::{CopyRun, copy_runs, row_major_index};
 pub use mesh::{Axis, Mesh, MeshError};
 pub use placement::{Extent, LocalBox, LocalShape, Placement, PlacementError, TensorPlacement};
-pub use run::{CopyRun, copy_runs, row_major_index};

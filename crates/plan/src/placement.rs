@@ -1,5 +1,5 @@
+use crate::copy_run::copy_runs;
 use crate::mesh::Mesh;
-use crate::run::copy_runs;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use trireme_base::{AxisRank, AxisSplit, DType, Rank, Segment};
@@ -190,7 +190,7 @@ impl LocalShape {
         let dim = found.0.start.len();
         if dim == self.shape.len() {
             let (extent, within) = found;
-            return boxes.push(LocalBox { extent, piece: piece.clone(), within, first });
+            return boxes.push(LocalBox { extent, piece: piece.clone(), local_extent: within, first });
         }
         let (start, end) = (piece.start[dim], piece.start[dim] + piece.shape[dim]);
         for segment in &self.segments[dim] {
@@ -214,7 +214,7 @@ pub struct LocalBox {
     /// A box of the part that contains this box and is contiguous in the rank's memory.
     piece: Extent,
     /// This box, in indices of the part.
-    within: Extent,
+    local_extent: Extent,
     /// The index of the first element of `piece` among the elements that the rank holds.
     first: usize,
 }
@@ -223,7 +223,7 @@ impl LocalBox {
     /// Returns the ranges of the box's elements among the elements that the rank holds. The box is traversed in row-major order.
     pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + '_ {
         let first = self.first;
-        copy_runs(&self.within, &self.piece, &self.within)
+        copy_runs(&self.local_extent, &self.piece, &self.local_extent)
             .map(move |run| first + run.source..first + run.source + run.len)
     }
 }
@@ -238,8 +238,8 @@ pub enum PlacementError {
         "tensor '{name}' is cut at {bounds:?} into {degree} runs, which does not fit its {num_elements} elements"
     )]
     WrongBounds { name: String, bounds: Vec<usize>, degree: usize, num_elements: usize },
-    #[error("tensor '{name}' is cut by {degree} ranks as {cut:?}, which does not fit {len} elements")]
-    WrongSplit { name: String, cut: AxisSplit, len: usize, degree: usize },
+    #[error("tensor '{name}' is cut by {degree} ranks as {split:?}, which does not fit {len} elements")]
+    WrongSplit { name: String, split: AxisSplit, len: usize, degree: usize },
     #[error("tensor '{name}' is placed on rank {rank} of an axis of {degree}")]
     NoSuchRank { name: String, rank: usize, degree: usize },
     #[error("tensor '{name}' of shape {shape:?} has no dim {dim} to shard")]
@@ -364,7 +364,7 @@ impl TensorPlacement {
         let &len = part.shape.get(cut.dim).ok_or_else(|| self.no_such_dim(cut.dim))?;
         if cut.num_holders(len, place.degree).is_none() {
             let (name, degree) = (self.name.clone(), place.degree);
-            return Err(PlacementError::WrongSplit { name, cut, len, degree });
+            return Err(PlacementError::WrongSplit { name, split: cut, len, degree });
         }
         Ok(part.split(cut, place))
     }

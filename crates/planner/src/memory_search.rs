@@ -20,9 +20,9 @@ pub struct MemoryChoices {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OpenChoices {
     /// Whether the search may choose which activations units keep.
-    pub keeps: bool,
+    pub may_choose_keeps: bool,
     /// The classes of state that may be offloaded.
-    pub classes: Vec<StateClass>,
+    pub offloadable: Vec<StateClass>,
 }
 
 /// A search for [`MemoryChoices`] with which the workers of every pipeline rank stay within their memory bounds. `E` is the error type of a
@@ -62,12 +62,12 @@ impl<E> MemorySearch<'_, E> {
     ) -> Result<(MemoryChoices, Vec<String>), E> {
         let (mut choices, mut reasons) = (given, Vec::new());
         let mut fits = false;
-        if open.keeps {
+        if open.may_choose_keeps {
             fits = self.choose_keeps(&mut choices, &mut reasons)?;
         }
-        if !fits && !open.classes.is_empty() {
-            self.choose_tiers(&mut choices, &open.classes, &mut reasons)?;
-            if open.keeps {
+        if !fits && !open.offloadable.is_empty() {
+            self.choose_tiers(&mut choices, &open.offloadable, &mut reasons)?;
+            if open.may_choose_keeps {
                 self.choose_keeps(&mut choices, &mut reasons)?;
             }
         }

@@ -150,7 +150,7 @@ impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<MemoryUse, E
 
     /// Returns whether the search may choose the number of units whose activations are offloaded.
     fn may_choose_num_offloaded(&self, state: StateLayout) -> bool {
-        self.open.contains(&StateClass::Activations) && state.is_away(StateClass::Activations)
+        self.open.contains(&StateClass::Activations) && state.is_offloaded(StateClass::Activations)
     }
 
     /// Returns the minimum traffic cost of this layout over all numbers of offloaded units that the search may choose.
@@ -215,16 +215,16 @@ fn traffic(sizes: &ModelSizes, program: &Program) -> OffloadTraffic {
                 };
                 add(layout.of(state.class).tier, if has_changed { bytes_of(&activations, state) } else { 0 });
             }
-            Action::Unshard { unit } if layout.is_away(StateClass::Parameters) => {
+            Action::Unshard { unit } if layout.is_offloaded(StateClass::Parameters) => {
                 add(Tier::Host, elements(unit, sizes.gathered_bytes_per_element));
             }
-            Action::ReduceGrad { unit } if layout.is_away(StateClass::Gradients) => {
+            Action::ReduceGrad { unit } if layout.is_offloaded(StateClass::Gradients) => {
                 add(Tier::Host, elements(unit, sizes.gradient_bytes_per_element));
             }
             Action::Step { unit } => {
                 stepped.insert(unit);
-                if layout.is_away(StateClass::Optimizer) {
-                    let has_gradients = layout.is_away(StateClass::Gradients);
+                if layout.is_offloaded(StateClass::Optimizer) {
+                    let has_gradients = layout.is_offloaded(StateClass::Gradients);
                     let gradients = if has_gradients { 0 } else { sizes.gradient_bytes_per_element };
                     add(Tier::Host, elements(unit, gradients + sizes.gathered_bytes_per_element));
                 }

@@ -180,7 +180,8 @@ impl Search<'_> {
         }
         if kept_below + passes.backward_peak <= room.backward {
             self.push(unit, Node { kept: passes.saved, below, keep: Keep::All, len: 1, operations: 0 });
-            let can_recompute = kept_below + passes.recompute_peak + self.grad(unit) <= room.backward;
+            let can_recompute =
+                kept_below + passes.recompute_peak + self.output_grad_bytes(unit) <= room.backward;
             if passes.keeps_activations() && can_recompute {
                 let (kept, operations) = (passes.products, passes.recompute_cost.operations());
                 self.push(unit, Node { kept, operations, below, keep: Keep::Products, len: 1 });
@@ -213,7 +214,7 @@ impl Search<'_> {
             recompute_peak = recompute_peak.max(saved + passes.forward_peak);
             saved += passes.saved;
             operations = operations.saturating_add(passes.forward_cost.operations());
-            if kept_below + recompute_peak + self.grad(unit) <= room.backward {
+            if kept_below + recompute_peak + self.output_grad_bytes(unit) <= room.backward {
                 let len = unit + 1 - first;
                 self.push(first, Node { kept, operations, below, keep: Keep::Input, len });
             }
@@ -221,7 +222,7 @@ impl Search<'_> {
     }
 
     /// Returns the bytes of the output gradient of `unit`, which is in memory while `unit` is recomputed.
-    fn grad(&self, unit: usize) -> usize {
+    fn output_grad_bytes(&self, unit: usize) -> usize {
         self.passes.get(unit + 1).map_or(0, |above| above.input_grad)
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use trireme_base::{AsyncOperation, JournalEntry, KernelCall, Rank, StepEntries};
-use trireme_schedule::engine::{Actor, Deadlock, Entry, Interval, Job, Length, run};
+use trireme_schedule::engine::{Deadlock, Entry, Interval, Job, RankProgram, TaskDuration, run};
 
 /// Times of kernels and asynchronous operations on a machine, in seconds.
 pub trait OperationTimes {
@@ -44,8 +44,8 @@ pub fn step_time(
     let mut builder = EntryBuilder { data_degree, num_workers, times, channels: BTreeMap::new() };
     let entries: Vec<RankEntries> =
         (ranks.iter().enumerate()).map(|(place, rank)| RankEntries::new(place, rank, &mut builder)).collect();
-    let actor = |rank| Actor { entries: rank, host: 0, load: data_degree };
-    let actors: Vec<Actor<'_>> = entries.iter().map(|rank| actor(&rank.entries[..])).collect();
+    let actor = |rank| RankProgram { entries: rank, host: 0, load: data_degree };
+    let actors: Vec<RankProgram<'_>> = entries.iter().map(|rank| actor(&rank.entries[..])).collect();
     let found = run(&actors)?;
     let end = |step: usize| {
         let of_rank = |(rank, found): (&RankEntries, &Vec<Interval>)| {
@@ -80,8 +80,8 @@ struct EntryBuilder<'a> {
 }
 
 impl EntryBuilder<'_> {
-    fn length(&self, seconds: impl Fn(usize) -> f64) -> Length {
-        Length::ByLoad((1..=2 * self.num_workers).map(seconds).collect())
+    fn length(&self, seconds: impl Fn(usize) -> f64) -> TaskDuration {
+        TaskDuration::ByLoad((1..=2 * self.num_workers).map(seconds).collect())
     }
 
     fn channel(&mut self, channel: Channel) -> usize {
@@ -116,7 +116,7 @@ impl EntryBuilder<'_> {
         };
         let (channel, length) =
             (self.channel(channel), self.length(|load| self.times.operation(issued, load)));
-        let lag = Length::Fixed(0.0);
+        let lag = TaskDuration::Fixed(0.0);
         let job = Job { channel, num_starts, streams: vec![channel], load, duration: length, lag };
         Entry::Start(number, Box::new(job))
     }

@@ -1,7 +1,7 @@
 //! Simulates when the actions of a pipeline's step programs run.
 
 use std::collections::BTreeMap;
-use trireme_schedule::engine::{Actor, Entry, Interval, Job, Length, run};
+use trireme_schedule::engine::{Entry, Interval, Job, RankProgram, TaskDuration, run};
 use trireme_schedule::pipeline::PassInterval;
 use trireme_schedule::{Action, Message, Program, ProgramError, StateKey, Stream, validate_pipeline};
 
@@ -43,8 +43,8 @@ pub fn simulate(
         .map(|(rank, program)| RankEntries::new(rank, program, &|action| ticks(rank, action), &mut channels))
         .collect();
     // Each rank is on its own host, so ranks do not slow each other down.
-    let actors: Vec<Actor<'_>> = (ranks.iter().enumerate())
-        .map(|(host, rank)| Actor { entries: &rank.entries, host, load: 1 })
+    let actors: Vec<RankProgram<'_>> = (ranks.iter().enumerate())
+        .map(|(host, rank)| RankProgram { entries: &rank.entries, host, load: 1 })
         .collect();
     let found = run(&actors).expect("valid programs end");
     let span = |interval: Interval| PassInterval { start: interval.start as u64, end: interval.end as u64 };
@@ -65,7 +65,7 @@ struct Channels {
 const NUM_STREAMS: usize = 4;
 
 impl Channels {
-    fn own(&self, rank: usize, stream: Stream) -> usize {
+    fn stream(&self, rank: usize, stream: Stream) -> usize {
         rank * NUM_STREAMS + stream as usize
     }
 
@@ -109,7 +109,7 @@ impl RankEntries {
                 rank_entries.synchronize_ranks(channels);
             }
             rank_entries.actions.push(rank_entries.entries.len());
-            let length = Length::Fixed(ticks(action) as f64);
+            let length = TaskDuration::Fixed(ticks(action) as f64);
             match action {
                 _ if action.stream() == Stream::Compute => rank_entries.entries.push(Entry::Compute(length)),
                 Action::Receive(message) => {
@@ -120,12 +120,12 @@ impl RankEntries {
                     rank_entries.num_issued += 1;
                 }
                 Action::Send(message) => {
-                    let stream = channels.own(rank, Stream::Pipeline);
+                    let stream = channels.stream(rank, Stream::Pipeline);
                     let number = rank_entries.start(channels.message(message), stream, 1, length);
                     rank_entries.last[Stream::Pipeline as usize] = Some(number);
                 }
                 _ => {
-                    let own = channels.own(rank, action.stream());
+                    let own = channels.stream(rank, action.stream());
                     let number = rank_entries.start(own, own, 1, length);
                     rank_entries.last[action.stream() as usize] = Some(number);
                     match action {
@@ -142,8 +142,8 @@ impl RankEntries {
         rank_entries
     }
 
-    fn start(&mut self, channel: usize, stream: usize, num_starts: usize, length: Length) -> usize {
-        let lag = Length::Fixed(0.0);
+    fn start(&mut self, channel: usize, stream: usize, num_starts: usize, length: TaskDuration) -> usize {
+        let lag = TaskDuration::Fixed(0.0);
         let job = Job { channel, num_starts, streams: vec![stream], load: 0, duration: length, lag };
         self.entries.push(Entry::Start(self.num_issued, Box::new(job)));
         self.num_issued += 1;
@@ -172,7 +172,7 @@ impl RankEntries {
     fn synchronize_ranks(&mut self, channels: &Channels) {
         self.await_all();
         let channel = channels.barrier();
-        let number = self.start(channel, channel, channels.num_ranks, Length::Fixed(0.0));
+        let number = self.start(channel, channel, channels.num_ranks, TaskDuration::Fixed(0.0));
         self.entries.push(Entry::Await(number));
     }
 }

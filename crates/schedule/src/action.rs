@@ -41,7 +41,7 @@ impl Keep {
     }
 
     /// Returns the floating-point operations that recomputation of a unit costs for one microbatch.
-    pub fn repeated_operations(self, passes: &UnitPasses) -> u64 {
+    pub fn recompute_operations(self, passes: &UnitPasses) -> u64 {
         match self {
             Keep::All => 0,
             Keep::Products => passes.recompute_cost.operations(),

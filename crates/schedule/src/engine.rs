@@ -2,30 +2,30 @@
 //!
 //! A rank executes its [entries](Entry) in order: it computes, starts jobs on streams and waits for jobs. A job such as a collective begins
 //! when several ranks have started it. The jobs of a stream run one after another. A job may free its streams before it arrives at the
-//! ranks that wait for it ([`Job::lag`]), as with the latency of a message. A host may be slower under load: a [`Length`] has a time for
-//! each load.
+//! ranks that wait for it ([`Job::lag`]), as with the latency of a message. A host may be slower under load: a [`TaskDuration`] has a time
+//! for each load.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
 /// A duration, in any unit of time.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Length {
+pub enum TaskDuration {
     /// The same time under any load of the host.
     Fixed(f64),
     /// One time for each load from 1 on. For higher loads, the last time grows in proportion to the load.
     ByLoad(Vec<f64>),
 }
 
-impl Length {
+impl TaskDuration {
     /// Returns the time under a load. A load of 0 counts as 1.
     ///
     /// # Panics
-    /// If [`Length::ByLoad`] has no times.
+    /// If [`TaskDuration::ByLoad`] has no times.
     pub fn at(&self, load: usize) -> f64 {
         match self {
-            Length::Fixed(time) => *time,
-            Length::ByLoad(times) => {
+            TaskDuration::Fixed(time) => *time,
+            TaskDuration::ByLoad(times) => {
                 let known = load.clamp(1, times.len());
                 times[known - 1] * load.max(1) as f64 / known as f64
             }
@@ -45,16 +45,16 @@ pub struct Job {
     /// The load that the job adds to its host.
     pub load: usize,
     /// Duration of the job, as given by the last rank that starts it.
-    pub duration: Length,
+    pub duration: TaskDuration,
     /// Time from the end of the job until the ranks that wait for it continue.
-    pub lag: Length,
+    pub lag: TaskDuration,
 }
 
 /// An entry of a rank's program.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Entry {
     /// Computes.
-    Compute(Length),
+    Compute(TaskDuration),
     /// Starts a job. The number identifies the job within this rank. Numbers count from 0.
     Start(usize, Box<Job>),
     /// Joins a job that other ranks start, such as a message to receive. Holds this rank's number for the job, and the channel of the job.
@@ -66,7 +66,7 @@ pub enum Entry {
 /// A rank and its entries.
 #[derive(Debug, Clone, Copy)]
 #[expect(missing_docs, reason = "the names say it")]
-pub struct Actor<'a> {
+pub struct RankProgram<'a> {
     pub entries: &'a [Entry],
     pub host: usize,
     /// The load that the rank adds to its host while it computes.
@@ -98,16 +98,20 @@ pub struct Deadlock {
 ///
 /// # Errors
 /// [`Deadlock`] if a rank waits forever.
-pub fn run(actors: &[Actor<'_>]) -> Result<Vec<Vec<Interval>>, Deadlock> {
+pub fn run(actors: &[RankProgram<'_>]) -> Result<Vec<Vec<Interval>>, Deadlock> {
     let mut engine = Engine::new(actors);
     (0..actors.len()).for_each(|rank| engine.advance(rank));
     while engine.end_next() {}
-    let stuck = engine.ranks.iter().enumerate().find(|(rank, state)| state.at < actors[*rank].entries.len());
+    let stuck = engine
+        .ranks
+        .iter()
+        .enumerate()
+        .find(|(rank, state)| state.current_entry < actors[*rank].entries.len());
     if let Some((rank, state)) = stuck {
-        return Err(Deadlock { rank, entry: state.at });
+        return Err(Deadlock { rank, entry: state.current_entry });
     }
     for (rank, state) in engine.ranks.iter_mut().enumerate() {
-        for (entry, job) in std::mem::take(&mut state.issued_at) {
+        for (entry, job) in std::mem::take(&mut state.jobs_by_entry) {
             let found = &mut engine.intervals[rank][entry];
             let is_start = matches!(actors[rank].entries[entry], Entry::Start(..));
             *found = match (is_start, engine.jobs[job].interval) {
@@ -132,7 +136,7 @@ struct RunningActivity<'a> {
     activity: Activity,
     host: usize,
     load: usize,
-    duration: &'a Length,
+    duration: &'a TaskDuration,
     end: f64,
 }
 
@@ -147,12 +151,12 @@ enum Activity {
 #[derive(Default)]
 struct RankState {
     /// Index of the entry that the rank is at.
-    at: usize,
+    current_entry: usize,
     has_begun_entry: bool,
     /// Jobs by the rank's own numbers.
     jobs: Vec<Option<usize>>,
     /// Pairs of an entry and the job that it started or joined.
-    issued_at: Vec<(usize, usize)>,
+    jobs_by_entry: Vec<(usize, usize)>,
 }
 
 #[derive(Default)]
@@ -175,7 +179,7 @@ struct Channel {
 
 #[derive(Default)]
 struct Engine<'a> {
-    actors: &'a [Actor<'a>],
+    actors: &'a [RankProgram<'a>],
     now: f64,
     ranks: Vec<RankState>,
     jobs: Vec<JobState<'a>>,
@@ -195,7 +199,7 @@ struct Engine<'a> {
 }
 
 /// Returns the element at `index`. Extends the list with defaults if needed.
-fn grown<T: Default>(list: &mut Vec<T>, index: usize) -> &mut T {
+fn get_or_extend<T: Default>(list: &mut Vec<T>, index: usize) -> &mut T {
     if index >= list.len() {
         list.resize_with(index + 1, T::default);
     }
@@ -203,7 +207,7 @@ fn grown<T: Default>(list: &mut Vec<T>, index: usize) -> &mut T {
 }
 
 impl<'a> Engine<'a> {
-    fn new(actors: &'a [Actor<'a>]) -> Self {
+    fn new(actors: &'a [RankProgram<'a>]) -> Self {
         let num_hosts = actors.iter().map(|actor| actor.host + 1).max().unwrap_or(0);
         Engine {
             actors,
@@ -216,8 +220,8 @@ impl<'a> Engine<'a> {
 
     fn advance(&mut self, rank: usize) {
         let entries = self.actors[rank].entries;
-        while let Some(entry) = entries.get(self.ranks[rank].at) {
-            let at = self.ranks[rank].at;
+        while let Some(entry) = entries.get(self.ranks[rank].current_entry) {
+            let at = self.ranks[rank].current_entry;
             let has_begun_entry = std::mem::replace(&mut self.ranks[rank].has_begun_entry, true);
             if !has_begun_entry {
                 self.intervals[rank][at].start = self.now;
@@ -225,7 +229,7 @@ impl<'a> Engine<'a> {
             match entry {
                 Entry::Compute(_) if has_begun_entry => return,
                 Entry::Compute(length) => {
-                    let Actor { host, load, .. } = self.actors[rank];
+                    let RankProgram { host, load, .. } = self.actors[rank];
                     self.run(Activity::Rank(rank), host, load, length);
                     return;
                 }
@@ -247,16 +251,16 @@ impl<'a> Engine<'a> {
                 }
             }
             self.ranks[rank].has_begun_entry = false;
-            self.ranks[rank].at += 1;
+            self.ranks[rank].current_entry += 1;
         }
     }
 
     /// Returns the job that a rank joins at an entry. The first rank to join creates it.
     fn join(&mut self, joiner: (usize, JoinKind), at: usize, number: usize, channel: usize) -> usize {
-        let channel = grown(&mut self.channels, channel);
+        let channel = get_or_extend(&mut self.channels, channel);
         let joins = &mut channel.joins;
         let place = joins.iter().position(|(other, _)| *other == joiner).unwrap_or(joins.len());
-        let visits = grown(joins, place);
+        let visits = get_or_extend(joins, place);
         let num_joins = visits.1;
         *visits = (joiner, num_joins + 1);
         if num_joins == channel.jobs.len() {
@@ -264,8 +268,8 @@ impl<'a> Engine<'a> {
             self.jobs.push(JobState::default());
         }
         let (state, job) = (&mut self.ranks[joiner.0], channel.jobs[num_joins]);
-        *grown(&mut state.jobs, number) = Some(job);
-        state.issued_at.push((at, job));
+        *get_or_extend(&mut state.jobs, number) = Some(job);
+        state.jobs_by_entry.push((at, job));
         job
     }
 
@@ -274,7 +278,7 @@ impl<'a> Engine<'a> {
         state.num_started += 1;
         state.job = Some((job, self.actors[rank].host));
         if state.num_started == 1 {
-            job.streams.iter().for_each(|&stream| grown(&mut self.streams, stream).push_back(index));
+            job.streams.iter().for_each(|&stream| get_or_extend(&mut self.streams, stream).push_back(index));
         }
         self.begin(index);
     }
@@ -291,12 +295,12 @@ impl<'a> Engine<'a> {
         }
     }
 
-    fn run(&mut self, activity: Activity, host: usize, load: usize, length: &'a Length) {
+    fn run(&mut self, activity: Activity, host: usize, load: usize, length: &'a TaskDuration) {
         self.change_load(host, |before| before + load);
-        self.has_loads |= matches!(length, Length::ByLoad(_));
+        self.has_loads |= matches!(length, TaskDuration::ByLoad(_));
         let end = self.now + length.at(self.loads[host]);
         let slot = self.free_slots.pop().unwrap_or(self.running.len());
-        *grown(&mut self.running, slot) =
+        *get_or_extend(&mut self.running, slot) =
             Some(RunningActivity { activity, host, load, duration: length, end });
         self.push_end(end, slot);
     }
@@ -315,7 +319,7 @@ impl<'a> Engine<'a> {
         }
         for slot in 0..self.running.len() {
             let Some(running) = &mut self.running[slot] else { continue };
-            if running.host == host && matches!(running.duration, Length::ByLoad(_)) {
+            if running.host == host && matches!(running.duration, TaskDuration::ByLoad(_)) {
                 let ratio = running.duration.at(after) / running.duration.at(before).max(f64::MIN_POSITIVE);
                 running.end = self.now + (running.end - self.now) * ratio;
                 let end = running.end;
@@ -338,9 +342,9 @@ impl<'a> Engine<'a> {
         match activity {
             Activity::Rank(rank) => {
                 let state = &mut self.ranks[rank];
-                self.intervals[rank][state.at].end = time;
+                self.intervals[rank][state.current_entry].end = time;
                 state.has_begun_entry = false;
-                state.at += 1;
+                state.current_entry += 1;
                 self.advance(rank);
             }
             Activity::Job(index) => {
@@ -354,7 +358,7 @@ impl<'a> Engine<'a> {
                     }
                 }
                 match job.lag {
-                    Length::Fixed(0.0) => self.arrive(index),
+                    TaskDuration::Fixed(0.0) => self.arrive(index),
                     _ => self.run(Activity::Lag(index), host, 0, &job.lag),
                 }
             }
@@ -376,19 +380,19 @@ impl<'a> Engine<'a> {
 mod tests {
     use super::*;
 
-    fn job(channel: usize, num_starts: usize, length: Length) -> Box<Job> {
+    fn job(channel: usize, num_starts: usize, length: TaskDuration) -> Box<Job> {
         Box::new(Job {
             channel,
             num_starts,
             streams: vec![channel],
             load: 1,
             duration: length,
-            lag: Length::Fixed(0.0),
+            lag: TaskDuration::Fixed(0.0),
         })
     }
 
-    fn actors<'a>(entries: &'a [Vec<Entry>]) -> Vec<Actor<'a>> {
-        entries.iter().map(|entries| Actor { entries, host: 0, load: 1 }).collect()
+    fn actors<'a>(entries: &'a [Vec<Entry>]) -> Vec<RankProgram<'a>> {
+        entries.iter().map(|entries| RankProgram { entries, host: 0, load: 1 }).collect()
     }
 
     fn spans(entries: &[Vec<Entry>]) -> Vec<Vec<(f64, f64)>> {
@@ -399,8 +403,8 @@ mod tests {
 
     #[test]
     fn a_job_begins_when_all_ranks_have_started_it_and_its_stream_is_free() {
-        let compute = |time| Entry::Compute(Length::Fixed(time));
-        let meet = |number, time| Entry::Start(number, job(0, 2, Length::Fixed(time)));
+        let compute = |time| Entry::Compute(TaskDuration::Fixed(time));
+        let meet = |number, time| Entry::Start(number, job(0, 2, TaskDuration::Fixed(time)));
         let entries = [
             vec![meet(0, 5.0), compute(1.0), meet(1, 2.0), Entry::Await(1)],
             vec![compute(3.0), meet(7, 5.0), meet(8, 2.0), Entry::Await(7), compute(1.0)],
@@ -414,9 +418,9 @@ mod tests {
 
     #[test]
     fn receivers_wait_for_senders_and_senders_for_no_rank() {
-        let message = job(0, 1, Length::Fixed(4.0));
+        let message = job(0, 1, TaskDuration::Fixed(4.0));
         let entries = [
-            vec![Entry::Compute(Length::Fixed(2.0)), Entry::Start(0, message), Entry::Await(0)],
+            vec![Entry::Compute(TaskDuration::Fixed(2.0)), Entry::Start(0, message), Entry::Await(0)],
             vec![Entry::Expect(0, 0), Entry::Await(0)],
         ];
         assert_eq!(spans(&entries), [vec![(0.0, 2.0), (2.0, 6.0), (2.0, 6.0)], vec![(0.0, 6.0), (0.0, 6.0)]]);
@@ -424,16 +428,16 @@ mod tests {
 
     #[test]
     fn computations_on_one_host_slow_each_other_down() {
-        let shared = |time| Entry::Compute(Length::ByLoad(vec![time, 2.0 * time]));
+        let shared = |time| Entry::Compute(TaskDuration::ByLoad(vec![time, 2.0 * time]));
         // Both computations run at half speed until the shorter one ends at 4. At that time, 6 of the longer one's 8 are left.
         let found = spans(&[vec![shared(2.0)], vec![shared(8.0)], vec![]]);
         assert_eq!(found, [vec![(0.0, 4.0)], vec![(0.0, 10.0)], vec![]]);
-        assert_eq!(Length::ByLoad(vec![1.0, 3.0]).at(4), 6.0);
+        assert_eq!(TaskDuration::ByLoad(vec![1.0, 3.0]).at(4), 6.0);
     }
 
     #[test]
     fn a_deadlock_is_an_error() {
-        let alone = [vec![Entry::Start(0, job(0, 2, Length::Fixed(1.0))), Entry::Await(0)]];
+        let alone = [vec![Entry::Start(0, job(0, 2, TaskDuration::Fixed(1.0))), Entry::Await(0)]];
         let stuck = run(&actors(&alone)).unwrap_err();
         assert_eq!(stuck.to_string(), "rank 0 waits at entry 1 for a job that never ends");
         assert_eq!(run(&actors(&[vec![Entry::Await(3)]])), Err(Deadlock { rank: 0, entry: 0 }));

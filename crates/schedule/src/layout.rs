@@ -162,13 +162,13 @@ impl StateLayout {
     }
 
     /// Returns whether a class resides off the device.
-    pub fn is_away(&self, class: StateClass) -> bool {
+    pub fn is_offloaded(&self, class: StateClass) -> bool {
         self.of(class).tier != Tier::Device
     }
 
     /// Returns whether programs fetch and evict a class: any state on a disk, and activations in host memory. Other state in host memory is
     /// used there.
-    pub fn moves(&self, class: StateClass) -> bool {
+    pub fn is_fetched(&self, class: StateClass) -> bool {
         match self.of(class).tier {
             Tier::Device => false,
             Tier::Host => class == StateClass::Activations,
@@ -190,10 +190,10 @@ impl StateLayout {
         if self.is_sharded(StateClass::Parameters) {
             (layout.gather_ahead, layout.keep_gathered) = (self.gather_ahead, self.keep_gathered);
         }
-        if StateClass::ALL.iter().any(|&class| self.moves(class)) {
+        if StateClass::ALL.iter().any(|&class| self.is_fetched(class)) {
             layout.fetch_ahead = self.fetch_ahead;
         }
-        if self.is_away(StateClass::Activations) {
+        if self.is_offloaded(StateClass::Activations) {
             layout.num_offloaded_units = self.num_offloaded_units;
         }
         layout
@@ -277,7 +277,7 @@ impl FromStr for StateLayout {
         let words: Vec<&str> = text.split_whitespace().collect();
         let (pairs, odd) = words.as_chunks::<2>();
         let mut layout = StateLayout::UNSHARDED;
-        let read = pairs.iter().try_for_each(|[key, value]| layout.read(key, value));
+        let read = pairs.iter().try_for_each(|[key, value]| layout.parse_pair(key, value));
         let expected = "pairs such as 'optimizer shard@host'";
         read.filter(|()| odd.is_empty())
             .map(|()| layout)
@@ -287,7 +287,7 @@ impl FromStr for StateLayout {
 
 impl StateLayout {
     /// Sets the field that a pair of words of the text form describes. Returns `None` if there is no such field or value.
-    pub(crate) fn read(&mut self, key: &str, value: &str) -> Option<()> {
+    pub(crate) fn parse_pair(&mut self, key: &str, value: &str) -> Option<()> {
         match key {
             "gather_ahead" => self.gather_ahead = value.parse().ok()?,
             "gathered" if value == "kept" => self.keep_gathered = true,

@@ -324,7 +324,7 @@ fn parse_header(text: &str) -> Option<ProgramHeader> {
             ["weights", name] => {
                 header.asynchronous.as_mut()?.weights = WeightVersions::named(name)?;
             }
-            [key, value] => header.state.read(key, value)?,
+            [key, value] => header.state.parse_pair(key, value)?,
         }
     }
     let is_whole = header.num_microbatches.is_multiple_of(header.num_steps());

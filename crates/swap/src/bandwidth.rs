@@ -44,7 +44,7 @@ pub fn measure_bandwidth(
     let (num_written, _) = pass(&mut buffers, blocks.len(), |block, buffer| swap.write(block, buffer))?;
     let (_, write) = pass(&mut buffers, num_written, |block, buffer| swap.write(block, buffer))?;
     let (_, read) = pass(&mut buffers, num_written, |block, buffer| swap.read(block, buffer))?;
-    Ok(Bandwidth { read, write, description: swap.describe().clone() })
+    Ok(Bandwidth { read, write, description: swap.description().clone() })
 }
 
 /// Allocates buffers for twice as many parts as can be in flight, and fills them.

@@ -3,8 +3,8 @@ use crate::method::{self, SelectedMethod};
 use crate::queue::Queue;
 use crate::state::Block;
 use crate::{
-    ALIGNMENT, AlignedBuffer, Direction, IoMethod, SwapError, SwapOptions, SwapStatistics, Transfer, space,
-    workers,
+    ALIGNMENT, AlignedBuffer, Direction, IoMethod, SwapError, SwapOptions, SwapStatistics, Transfer,
+    unnamed_file, workers,
 };
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -70,7 +70,7 @@ impl SwapFile {
     ) -> Result<SwapFile, SwapError> {
         options.validate()?;
         let size = file_size(block_bytes)?;
-        let (file, is_reserved) = space::create(folder, size)?;
+        let (file, is_reserved) = unnamed_file::create(folder, size)?;
         let blocks = lay_out(block_bytes, options.part_bytes);
         let fail = |source| SwapError::Create { folder: folder.to_owned(), source: Arc::new(source) };
         let SelectedMethod { method, ring, unavailable: refused } =
@@ -130,7 +130,7 @@ impl SwapFile {
     }
 
     /// Returns the location, size and method of the file, with the reasons why faster methods are not available.
-    pub fn describe(&self) -> &SwapDescription {
+    pub fn description(&self) -> &SwapDescription {
         &self.description
     }
 

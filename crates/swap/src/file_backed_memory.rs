@@ -1,5 +1,5 @@
 use crate::SwapError;
-use crate::{raw, space};
+use crate::{raw, unnamed_file};
 use memmap2::MmapMut;
 use std::io::{self, Read};
 use std::ops::{Deref, DerefMut};
@@ -18,7 +18,7 @@ impl FileBackedMemory {
     /// # Errors
     /// If no file can be created in the folder, or the disk has too little space.
     pub fn new(folder: &Path, num_bytes: usize) -> Result<Self, SwapError> {
-        let (mut file, is_reserved) = space::create(folder, num_bytes as u64)?;
+        let (mut file, is_reserved) = unnamed_file::create(folder, num_bytes as u64)?;
         let fail = |source| SwapError::Create { folder: folder.to_owned(), source: Arc::new(source) };
         if !is_reserved {
             // Writing to a page without a disk block would kill the process if the disk is full.

@@ -3,7 +3,7 @@
 //!
 //! A [`SwapFile`] has a fixed list of blocks. [`SwapFile::write`] takes an [`AlignedBuffer`] by value and returns a [`Transfer`]. Waiting
 //! for the transfer returns the buffer. Transfers run in the background, several at a time. Each is split into parts, so that the device
-//! always has a queue of requests. If the system allows it, transfers bypass the page cache and use io_uring. [`SwapFile::describe`]
+//! always has a queue of requests. If the system allows it, transfers bypass the page cache and use io_uring. [`SwapFile::description`]
 //! reports the method in use.
 //!
 //! The crate assumes that disks fail. Space is reserved before the first transfer, data that is read is compared with a checksum kept in
@@ -20,9 +20,9 @@ mod method;
 mod options;
 mod queue;
 mod raw;
-mod space;
 mod state;
 mod transfer;
+mod unnamed_file;
 mod workers;
 
 pub use bandwidth::{Bandwidth, measure_bandwidth};

@@ -66,7 +66,7 @@ pub struct DeviceOptions {
     /// Number of kernel threads, including the calling thread; 0 for one per core.
     pub num_threads: usize,
     /// Highest SIMD level that kernels may use; `None` for the highest that the machine supports.
-    pub features_max: Option<SimdLevel>,
+    pub simd_level_max: Option<SimdLevel>,
     /// Maximum bytes in use, over all categories; `None` for no limit but the machine's memory.
     pub budget: Option<usize>,
     /// The hardware.
@@ -122,7 +122,7 @@ impl Device {
         let refused = |source| DeviceError::Threads { num_threads, source };
         let processor = || {
             let threads = ThreadPool::new(num_threads).map_err(refused)?;
-            Ok::<_, DeviceError>(Cpu::new(threads, features(options)))
+            Ok::<_, DeviceError>(Cpu::new(threads, simd_level_of(options)))
         };
         let counter = Arc::new(MemoryCounter::new(options.budget));
         let cpu = Arc::new(processor()?);
@@ -164,7 +164,7 @@ impl Device {
     /// # Errors
     /// If the number of threads exceeds [`THREADS_MAX`](Device::THREADS_MAX), or if its memory cannot be reserved.
     pub fn counting(options: DeviceOptions) -> Result<Self> {
-        let cpu = Cpu::new(ThreadPool::unstarted(num_threads(options)?), features(options));
+        let cpu = Cpu::new(ThreadPool::unstarted(num_threads(options)?), simd_level_of(options));
         let counter = Arc::new(MemoryCounter::new(options.budget));
         let arena = Arena::counting(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
         Ok(Self::new(Arc::new(Counting), Arc::new(cpu), options, arena, counter))
@@ -241,7 +241,7 @@ impl Device {
     }
 
     /// Adds the product of `factors` to the [recomputed operations](Cost::recomputed_operations), which MFU excludes.
-    pub(crate) fn count_repeated(&self, factors: &[usize]) {
+    pub(crate) fn count_recomputed(&self, factors: &[usize]) {
         let mut cost = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
         *cost = cost.recomputes(factors);
     }
@@ -345,7 +345,7 @@ impl Device {
     }
 
     /// Returns the SIMD level of the kernels.
-    pub fn cpu_features(&self) -> SimdLevel {
+    pub fn simd_level(&self) -> SimdLevel {
         self.cpu.simd_level
     }
 
@@ -421,9 +421,9 @@ impl Device {
 }
 
 /// Returns the SIMD level of these options on this machine.
-fn features(options: DeviceOptions) -> SimdLevel {
+fn simd_level_of(options: DeviceOptions) -> SimdLevel {
     let detected = SimdLevel::detect();
-    options.features_max.map_or(detected, |most| most.min(detected))
+    options.simd_level_max.map_or(detected, |most| most.min(detected))
 }
 
 fn reserve(page_source: PageSource, counter: &Arc<MemoryCounter>) -> Result<Arena> {

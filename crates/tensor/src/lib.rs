@@ -39,7 +39,7 @@ pub use lent_memory::{LentMemory, OverflowAllocator};
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::OptimizerState;
 pub use parameter_table::{
-    ExpertsError, ModelRank, NUM_LEAVES, ParameterId, ParameterInfo, ParameterSpan, ParameterTable,
+    ExpertDegreeError, ModelRank, NUM_LEAVES, ParameterId, ParameterInfo, ParameterSpan, ParameterTable,
     SpanShard, Tie, UnitInfo, UnsplittableError,
 };
 pub use parameters::{ParameterSource, Parameters};

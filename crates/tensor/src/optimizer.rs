@@ -66,7 +66,7 @@ impl OptimizerState {
     pub fn read(&self, pieces: &Pieces, range: Range<usize>, device: &Device, out: &mut [f32]) {
         let (elements, blocks) = pieces.span(range.clone());
         let values = self.values.view().part(elements.start, [elements.len()].into());
-        let read = |state: StateSlice<'_>, out| pieces.read_state(device.cpu_features(), range, state, out);
+        let read = |state: StateSlice<'_>, out| pieces.read_state(device.simd_level(), range, state, out);
         match self.dtype {
             StateDType::F32 => device.download(values, &mut out[..elements.len()]),
             StateDType::Bf16 => read(StateSlice::Bf16(SharedSlice::new(&mut device.read(values))), out),
@@ -88,7 +88,7 @@ impl OptimizerState {
         let (elements, blocks) = pieces.span(range.clone());
         let (first, len) = (elements.start, elements.len());
         let is_square = self.is_second_moment;
-        let write = |state: StateSlice<'_>| pieces.write_state(device.cpu_features(), range, state, values);
+        let write = |state: StateSlice<'_>| pieces.write_state(device.simd_level(), range, state, values);
         let own = self.values.view_mut().into_part(first, [len].into());
         match self.dtype {
             StateDType::F32 => device.upload(&values[..len], own),

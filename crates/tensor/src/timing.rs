@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-/// Minimum number of runs for a median. Until this number is reached, [`time_runs`] continues for up to [`RUNS_MIN_DURATION`], even if its
+/// Minimum number of runs for a median. Until this number is reached, [`time_runs`] continues for up to [`EXTENDED_DURATION`], even if its
 /// `duration` is shorter.
 pub(crate) const NUM_RUNS_MIN: usize = 3;
-const RUNS_MIN_DURATION: Duration = Duration::from_secs(1);
+const EXTENDED_DURATION: Duration = Duration::from_secs(1);
 
 /// Maximum number of runs; more do not change the median.
 const NUM_RUNS_MAX: usize = 1000;
@@ -37,7 +37,7 @@ pub(crate) fn time_runs<E>(
     let mut seconds = Vec::with_capacity(NUM_RUNS_MAX);
     loop {
         seconds.push(seconds_of(&mut run)?);
-        let duration = if seconds.len() < NUM_RUNS_MIN { duration.max(RUNS_MIN_DURATION) } else { duration };
+        let duration = if seconds.len() < NUM_RUNS_MIN { duration.max(EXTENDED_DURATION) } else { duration };
         if began.elapsed() >= duration || seconds.len() == NUM_RUNS_MAX {
             break;
         }

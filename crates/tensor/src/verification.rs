@@ -3,7 +3,7 @@
 //! Commands use a matmul kernel only after it has passed. Where no operation rounds, the kernel must compute the same bits as the portable
 //! kernel; elsewhere, values within the error bound of the kernel tests. The crate `cli` verifies kernels in a child process
 //! (`cli/src/simd/`) and gives devices the highest SIMD level whose kernels have passed
-//! ([`DeviceOptions::features_max`](crate::DeviceOptions::features_max)).
+//! ([`DeviceOptions::simd_level_max`](crate::DeviceOptions::simd_level_max)).
 
 use crate::kernels::cpu::element::{Element, FloatsMut, with_element};
 use crate::kernels::cpu::matmul::{Epilogue, MatmulSizes, Matrix};
@@ -42,7 +42,7 @@ impl MatmulKernel {
 
     /// Returns whether this is a portable kernel, which exists on every machine and is the reference for the others.
     pub fn is_portable(self) -> bool {
-        self.unit.features() == SimdLevel::Portable
+        self.unit.min_simd_level() == SimdLevel::Portable
     }
 
     /// Compares the kernel with the portable one on small matmuls, with full tiles and edges, and with inner dims of 1, odd length and
@@ -54,7 +54,7 @@ impl MatmulKernel {
     /// # Panics
     /// If the machine does not have the kernel's SIMD level.
     pub fn verify(self) -> Result<(), WrongMatmulElement> {
-        let features = self.unit.features();
+        let features = self.unit.min_simd_level();
         assert!(features <= SimdLevel::detect(), "{self} is beyond this machine");
         self.verify_at(features)
     }
@@ -254,7 +254,7 @@ mod tests {
     fn kernels_of_every_level_are_verified() {
         for features in levels() {
             for kernel in MatmulKernel::up_to(features) {
-                kernel.verify_at(features.min(kernel.unit.features())).unwrap();
+                kernel.verify_at(features.min(kernel.unit.min_simd_level())).unwrap();
             }
         }
     }

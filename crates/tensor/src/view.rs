@@ -74,7 +74,7 @@ impl<'a> View<'a> {
     /// Returns the same memory as an array of bytes.
     pub fn as_bytes(&self) -> View<'a> {
         let num_bytes = self.num_bytes();
-        self.bytes(0..num_bytes, ([num_bytes].into(), DType::U8))
+        self.byte_range(0..num_bytes, ([num_bytes].into(), DType::U8))
     }
 
     /// Returns rows `first..first + num_rows` of a matrix.
@@ -91,10 +91,10 @@ impl<'a> View<'a> {
     /// # Panics
     /// If they exceed the view.
     pub fn part(&self, offset: usize, shape: Shape) -> View<'a> {
-        self.bytes(part_bytes(self.dtype(), offset, shape), (shape, self.dtype()))
+        self.byte_range(part_bytes(self.dtype(), offset, shape), (shape, self.dtype()))
     }
 
-    fn bytes(&self, range: Range<usize>, of: (Shape, DType)) -> View<'a> {
+    fn byte_range(&self, range: Range<usize>, of: (Shape, DType)) -> View<'a> {
         View { operand: self.operand.part(range, of), lifetime: PhantomData }
     }
 }

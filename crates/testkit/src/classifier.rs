@@ -132,7 +132,7 @@ pub fn build_classifier(_: &Device, mut table: ParameterTable) -> Result<Model, 
     };
     let identity = InputActivation::Identity;
     table.begin_unit("stem");
-    let gelu = InputActivation::Of(Activation::Gelu);
+    let gelu = InputActivation::Elementwise(Activation::Gelu);
     let dense = linear(&mut table, "stem.dense", FEATURES, WIDTH, gelu);
     let bag = table.add(Parameter::embedding("stem.table", &[ROWS, WIDTH], normal));
     let bags = Arc::new(EmbeddingBag { table: bag, takes_mean: true, is_padded: false });
@@ -147,7 +147,7 @@ pub fn build_classifier(_: &Device, mut table: ParameterTable) -> Result<Model, 
                 &format!("{name}.linear"),
                 WIDTH,
                 WIDTH,
-                InputActivation::Of(Activation::Gelu),
+                InputActivation::Elementwise(Activation::Gelu),
             ),
             dropout: Arc::new(Dropout::new(format!("{name}.dropout"), 0.2)),
             reconstruction: (layer != 2)

@@ -27,10 +27,10 @@ pub(crate) struct Facts(BTreeMap<String, String>);
 
 impl Facts {
     /// Returns the version of the program, the config, and the SIMD level of the kernels. Kernels of different levels round differently.
-    pub(crate) fn of_config(config: &Config, features_max: Option<SimdLevel>) -> Self {
+    pub(crate) fn of_config(config: &Config, simd_level_max: Option<SimdLevel>) -> Self {
         let version = ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned());
         let supported = SimdLevel::detect();
-        let level = features_max.map_or(supported, |most| most.min(supported)).to_string();
+        let level = simd_level_max.map_or(supported, |most| most.min(supported)).to_string();
         let level = ("SIMD level (set TRIREME_SIMD to the lowest on all ranks)".to_owned(), level);
         let keys = config.values().into_iter().filter(|(name, _)| !Config::may_differ(name));
         Facts(keys.chain([version, level]).collect())

@@ -261,13 +261,13 @@ mod tests {
         cuts.iter().map(choice).collect()
     }
 
-    fn of(times: &[u64]) -> Vec<StageCosts> {
+    fn costs_of(times: &[u64]) -> Vec<StageCosts> {
         times.iter().map(|&time| StageCosts::of(time, time, 0)).collect()
     }
 
     #[test]
     fn an_uneven_split_is_improved() {
-        let costs = of(&[100, 100, 100, 500]);
+        let costs = costs_of(&[100, 100, 100, 500]);
         let found = new_split(&units(&[0..1, 1..4]), &[0, 1], &costs, 4, 1.1).unwrap();
         assert_eq!(found.stages.iter().map(|stage| stage.units.clone()).collect::<Vec<_>>(), [0..3, 3..4]);
         assert_eq!((found.before, found.after), (1.75, 1.25));
@@ -281,13 +281,13 @@ mod tests {
 
     #[test]
     fn even_splits_and_best_splits_are_kept() {
-        assert_eq!(new_split(&units(&[0..2, 2..4]), &[0, 1], &of(&[100, 120, 100, 100]), 4, 1.1), None);
+        assert_eq!(new_split(&units(&[0..2, 2..4]), &[0, 1], &costs_of(&[100, 120, 100, 100]), 4, 1.1), None);
         // One unit has more than half of the work.
-        assert_eq!(new_split(&units(&[0..3, 3..4]), &[0, 1], &of(&[10, 10, 10, 100]), 4, 1.1), None);
+        assert_eq!(new_split(&units(&[0..3, 3..4]), &[0, 1], &costs_of(&[10, 10, 10, 100]), 4, 1.1), None);
         // The work of all stages of a rank adds up.
         let round = [0, 1, 0, 1];
         assert_eq!(
-            new_split(&units(&[0..1, 1..2, 2..3, 3..4]), &round, &of(&[100, 300, 300, 100]), 4, 1.1),
+            new_split(&units(&[0..1, 1..2, 2..3, 3..4]), &round, &costs_of(&[100, 300, 300, 100]), 4, 1.1),
             None
         );
     }

@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn kept_gradients_have_a_loss_scale() {
+    fn compressor_state_has_a_loss_scale() {
         let mut state = json!({
             "step": 5, "next_sample": 80, "tokens": 1920, "seed": 0, "samples": {"seq_len": "24"},
             "loss_scaler": {"scale": null, "good_steps": 0, "skipped_steps": 0},

@@ -30,17 +30,17 @@ pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
 pub(crate) fn open_device(
     config: &Config,
     num_threads: usize,
-    features_max: Option<SimdLevel>,
+    simd_level_max: Option<SimdLevel>,
 ) -> Result<Device, TrainError> {
     if config.memory().huge_pages == HugePages::Never {
         disable_transparent_huge_pages(true).map_err(|error| TrainError::HugePages(error.into()))?;
     }
-    Ok(Device::open(DeviceOptions { features_max, ..device_options(config, num_threads) })?)
+    Ok(Device::open(DeviceOptions { simd_level_max, ..device_options(config, num_threads) })?)
 }
 
 /// Lets activations spill to files if loads of experts are uneven, and if the config and the device allow it. Activations leave `reserved`
 /// bytes of the budget free.
-pub(crate) fn spill(config: &Config, device: &Device, reserved: usize) -> Option<Arc<Spill>> {
+pub(crate) fn enable_spill(config: &Config, device: &Device, reserved: usize) -> Option<Arc<Spill>> {
     if !config.may_spill() || !device.reaches_host() {
         return None;
     }

@@ -78,7 +78,7 @@ impl Evaluator {
         let (model, parameters) = weights.load(seq_len, allow_non_finite, device)?;
         let executor = evaluating_executor(&config, model, parameters, &specs(BATCH_SIZE, seq_len), device)?;
         let profile = executor.profile();
-        let is_prediction = |(_, (unit, report)): &(usize, (usize, trireme_model::Report))| {
+        let is_prediction = |(_, (unit, report)): &(usize, (usize, trireme_model::MeanReport))| {
             report.metric.is_none() && *unit + 1 == executor.model().num_units()
         };
         let report = profile.reports().enumerate().find(is_prediction);

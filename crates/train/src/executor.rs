@@ -100,7 +100,7 @@ fn offload_options(
     device: &Device,
 ) -> Result<OffloadOptions, TrainError> {
     let offload = config.offload();
-    let is_away = |&class: &StateClass| state.is_away(class);
+    let is_away = |&class: &StateClass| state.is_offloaded(class);
     let host = if StateClass::ALL.iter().any(is_away) { device.host()? } else { device.clone() };
     let run_folder = config.run_folder();
     if offload.folder == run_folder && !device.is_counting() {

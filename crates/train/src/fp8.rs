@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn histories_go_through_a_checkpoint_by_the_names_of_weights() {
+    fn histories_round_trip_through_a_checkpoint() {
         let (table, layers) = layers();
         let mut kept = state(&layers, 2);
         kept.advance(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);

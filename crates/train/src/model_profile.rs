@@ -26,7 +26,7 @@ pub fn positions_of_batch(
         Some(len) if degree > 1 && !len.is_multiple_of(2 * degree) => {
             Err(TrainError::UnequalPositions { tensor: format!("'{}' ({spec})", spec.name), len, degree })
         }
-        _ => Ok(spec.of_positions(context)),
+        _ => Ok(spec.for_context_rank(context)),
     };
     batch.iter().map(of_worker).collect()
 }
@@ -54,7 +54,7 @@ pub(crate) fn infer_profile_at(
 ) -> Result<ModelProfile, TrainError> {
     let build = |device: &Device, table| task.build(device, table);
     let build_part = |device: &Device| Model::build_at(place, device, build);
-    let passes = executor_options(config).passes(context);
+    let passes = executor_options(config).pass_options(context);
     let batch = positions_of_batch(batch, context, task.has_positions())?;
     Ok(ModelProfile::of(build_part, device_options(config, num_threads), passes, &batch)?)
 }

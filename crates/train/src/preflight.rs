@@ -22,7 +22,7 @@ const VISIBLE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum difference of clocks, in seconds, that counts as agreement. Reading the clocks of two hosts is not simultaneous.
 const CLOCKS_APART_MAX: f64 = 2.0;
 
-/// Checks that all ranks run the same program with the same config and SIMD level, which is the machine's, but at most `features_max`. On
+/// Checks that all ranks run the same program with the same config and SIMD level, which is the machine's, but at most `simd_level_max`. On
 /// several hosts with checkpoints enabled, also checks that they share the run's folder and can write to it. Returns one warning for each
 /// group of ranks whose clocks differ from the clock of rank 0 by more than 2 s. Collective.
 ///
@@ -33,10 +33,10 @@ const CLOCKS_APART_MAX: f64 = 2.0;
 /// [`TrainError::RanksDisagree`] on all ranks, with every difference and its ranks; failed communication.
 pub fn preflight(
     config: &Config,
-    features_max: Option<SimdLevel>,
+    simd_level_max: Option<SimdLevel>,
     group: &Group,
 ) -> Result<Vec<String>, TrainError> {
-    let mut facts = Facts::of_config(config, features_max);
+    let mut facts = Facts::of_config(config, simd_level_max);
     let marker = if config.checkpoint().enable && group.hosts().num_hosts() > 1 {
         MarkerFile::share(&config.run_folder(), group)?
     } else {
@@ -63,7 +63,7 @@ pub fn preflight(
 struct MarkerFile {
     path: PathBuf,
     /// Folders that were created for the file, the innermost first.
-    made: Vec<PathBuf>,
+    created_folders: Vec<PathBuf>,
 }
 
 impl MarkerFile {
@@ -74,7 +74,9 @@ impl MarkerFile {
         let name = own.as_ref().and_then(|marker| marker.path.file_name()?.to_str()).unwrap_or_default();
         let names = group.all_gather_bytes(name.as_bytes()).wait()?;
         let name = String::from_utf8_lossy(&names[0]);
-        let seen = || (!name.is_empty()).then(|| MarkerFile { path: folder.join(&*name), made: Vec::new() });
+        let seen = || {
+            (!name.is_empty()).then(|| MarkerFile { path: folder.join(&*name), created_folders: Vec::new() })
+        };
         Ok(own.or_else(seen))
     }
 
@@ -83,7 +85,7 @@ impl MarkerFile {
         let made = missing.map(Path::to_owned).collect();
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let name = format!(".preflight-{:x}-{:x}", std::process::id(), now.as_nanos());
-        let marker = MarkerFile { path: folder.join(name), made };
+        let marker = MarkerFile { path: folder.join(name), created_folders: made };
         fs::create_dir_all(folder)?;
         File::create_new(&marker.path)?.sync_all()?;
         Ok(marker)
@@ -120,7 +122,7 @@ impl Drop for MarkerFile {
     /// remains.
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
-        self.made.iter().for_each(|folder| drop(fs::remove_dir(folder)));
+        self.created_folders.iter().for_each(|folder| drop(fs::remove_dir(folder)));
     }
 }
 
@@ -223,7 +225,7 @@ mod tests {
         let folder = scratch.path().join("runs/new");
         let marker = MarkerFile::write(&folder).unwrap();
         marker.check_writable(Rank(3)).unwrap();
-        let copy = MarkerFile { path: marker.path.clone(), made: Vec::new() };
+        let copy = MarkerFile { path: marker.path.clone(), created_folders: Vec::new() };
         assert!(copy.is_visible(&Heartbeat::new()));
         drop(marker);
         assert_eq!(fs::read_dir(scratch.path()).unwrap().count(), 0);

@@ -8,7 +8,7 @@ use crate::stages::{StageChoice, activation_bounds, pipeline_costs};
 use std::ops::Range;
 use trireme_base::Bytes;
 use trireme_parallel::ParallelError;
-use trireme_schedule::lowering::{lay_out, recompute};
+use trireme_schedule::lowering::{apply_layout, recompute};
 use trireme_schedule::pipeline::{self, GenerateError, Schedule, ScheduleKind, Sizes};
 use trireme_schedule::{Program, UnitChain, single, validate_pipeline};
 
@@ -69,7 +69,7 @@ pub fn base_programs(
 
 /// Adds recomputation, sharding and offloading to a [base program](base_programs).
 pub fn lowered(program: Program, choices: &StepChoices) -> Program {
-    lay_out(recompute(program, &choices.keeps), choices.state)
+    apply_layout(recompute(program, &choices.keeps), choices.state)
 }
 
 /// Generates the complete step program of each rank of the pipeline. Without a pipeline, there is one program.

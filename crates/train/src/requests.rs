@@ -47,9 +47,9 @@ impl Requests {
 
 /// The requests of all ranks at the end of a step, as bits.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Requested(pub(crate) u32);
+pub(crate) struct RequestBits(pub(crate) u32);
 
-impl Requested {
+impl RequestBits {
     pub(crate) fn checkpoint(self) -> bool {
         self.0 & CHECKPOINT != 0
     }
@@ -72,7 +72,7 @@ mod tests {
     fn requests_are_distinguished() {
         let bits = Arc::new(AtomicU32::new(0));
         let requests = Requests(Arc::clone(&bits));
-        let requested = || Requested(bits.load(Ordering::Relaxed));
+        let requested = || RequestBits(bits.load(Ordering::Relaxed));
         assert_eq!((requested().checkpoint(), requested().stop()), (false, None));
         requests.checkpoint();
         assert_eq!((requested().checkpoint(), requested().stop()), (true, None));
@@ -82,6 +82,6 @@ mod tests {
         assert_eq!((requested().checkpoint(), requested().stop()), (false, Some(StoppedBy::Signal(2))));
         requests.stop_at_time_limit();
         assert_eq!(requested().stop(), Some(StoppedBy::Signal(2)));
-        assert_eq!(Requested(TIME_LIMIT | CHECKPOINT).stop(), Some(StoppedBy::TimeLimit));
+        assert_eq!(RequestBits(TIME_LIMIT | CHECKPOINT).stop(), Some(StoppedBy::TimeLimit));
     }
 }

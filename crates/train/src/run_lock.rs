@@ -23,7 +23,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(20);
 pub struct RunLock {
     path: PathBuf,
     /// The run's folder and its ancestors that did not exist; the innermost first.
-    folders_made: Vec<PathBuf>,
+    created_folders: Vec<PathBuf>,
     _file: File,
 }
 
@@ -57,7 +57,7 @@ impl RunLock {
             match file.try_lock() {
                 // The earlier holder may have removed the file. A lock on a removed file would not exclude other processes.
                 Ok(()) if is_at(&file, &path).map_err(failed)? => {
-                    return Ok(RunLock { path, folders_made, _file: file });
+                    return Ok(RunLock { path, created_folders: folders_made, _file: file });
                 }
                 Ok(()) => {}
                 Err(TryLockError::WouldBlock) if waits() => {}
@@ -82,11 +82,11 @@ fn is_at(file: &File, path: &Path) -> io::Result<bool> {
 
 impl Drop for RunLock {
     fn drop(&mut self) {
-        let Some(folder) = self.folders_made.first() else { return };
+        let Some(folder) = self.created_folders.first() else { return };
         let is_alone = fs::read_dir(folder).is_ok_and(|entries| entries.count() == 1);
         if is_alone && fs::remove_file(&self.path).is_ok() {
             // Only empty folders are removed. A failure cannot be reported from here.
-            let _ = self.folders_made.iter().try_for_each(fs::remove_dir);
+            let _ = self.created_folders.iter().try_for_each(fs::remove_dir);
         }
     }
 }

@@ -102,7 +102,7 @@ fn unit_costs(passes: &UnitPasses, keep: Keep) -> StageCosts {
     let activation = keep.kept_bytes(passes);
     StageCosts {
         forward: passes.forward_cost.operations(),
-        backward_input: passes.input_half_cost.operations().saturating_add(keep.repeated_operations(passes)),
+        backward_input: passes.input_half_cost.operations().saturating_add(keep.recompute_operations(passes)),
         backward_weight: passes.weight_half_cost.operations(),
         update: 0,
         activation: activation as u64,

@@ -9,7 +9,7 @@ const SAVE_TIME_FACTOR: (u32, u32) = (3, 2);
 const SHUTDOWN_TIME: (u32, Duration) = (20, Duration::from_secs(30));
 
 /// Assumed time of the first checkpoint: the run's whole time divided by this number, but at most this duration.
-const FIRST_CHECKPOINT: (u32, Duration) = (10, Duration::from_secs(600));
+const FIRST_SAVE_TIME: (u32, Duration) = (10, Duration::from_secs(600));
 
 /// The end of a run, and the measured times of its steps, validations and checkpoints.
 #[derive(Debug, Clone)]
@@ -62,7 +62,7 @@ impl TimeLimit {
         let part = |(part, most): (u32, Duration)| (self.total_time / part).min(most);
         let saving = match self.longest_save {
             Some(longest) => longest * SAVE_TIME_FACTOR.0 / SAVE_TIME_FACTOR.1,
-            None => part(FIRST_CHECKPOINT),
+            None => part(FIRST_SAVE_TIME),
         };
         // A validation may follow either step.
         now + 2 * (self.longest_step + self.longest_validation) + saving + part(SHUTDOWN_TIME) >= self.end

@@ -16,7 +16,7 @@ use crate::error::TrainError;
 use crate::metrics::{HashWriter, MemoryPeakBytes, MetricsWriter, StepRecord};
 use crate::observer::{Observer, RunInfo};
 use crate::programs::proven_programs;
-use crate::requests::{Requested, Requests, StoppedBy};
+use crate::requests::{RequestBits, Requests, StoppedBy};
 use crate::run_folder;
 use crate::run_lock::RunLock;
 use crate::task::Task;
@@ -38,7 +38,7 @@ pub struct TrainerOptions {
     /// Number of threads of this worker.
     pub num_threads: usize,
     /// The highest SIMD level that kernels may use. `None` stands for the highest level of the machine.
-    pub features_max: Option<SimdLevel>,
+    pub simd_level_max: Option<SimdLevel>,
     /// The time at which the command started, for `seconds_to_first_step`.
     pub started: Instant,
     /// Peak FLOP/s of this worker in the training dtype, for MFU, if it is known. `[metrics] peak_flops` takes precedence.
@@ -116,7 +116,7 @@ pub struct Trainer<'a> {
     num_algorithm_choices: usize,
     batches: Vec<Batch>,
     /// The plans of the steps of the program that runs, or ran last.
-    plans: Vec<StepPlan>,
+    step_plans: Vec<StepPlan>,
     outcomes: Vec<StepOutcome>,
     records: Vec<StepRecord>,
     /// Seconds of the run's first steps, if their time was predicted.
@@ -171,7 +171,7 @@ impl<'a> Trainer<'a> {
             if self.state.step == training.steps {
                 break;
             }
-            summary.stopped_by = Requested(self.executor.requested()).stop();
+            summary.stopped_by = RequestBits(self.executor.requested()).stop();
             if self.is_patience_over() {
                 let (num_since, step) = (self.state.validations.num_since, self.state.step);
                 self.observer.notice(&format!(
@@ -228,7 +228,9 @@ impl<'a> Trainer<'a> {
             _ if is_last || keeps_best => true,
             Interval::Steps(steps) => step.is_multiple_of(steps),
             // The weights after the earlier steps of a program no longer exist.
-            Interval::Time(_) => step == self.state.step && Requested(self.executor.requested()).checkpoint(),
+            Interval::Time(_) => {
+                step == self.state.step && RequestBits(self.executor.requested()).checkpoint()
+            }
         };
         if is_due {
             self.save(is_last, summary)?;

@@ -47,7 +47,7 @@ impl Validation {
         executor: &mut Executor,
     ) -> Result<Self, TrainError> {
         let batches = validation_batches(samples.num_samples(), training);
-        let reports = Some(executor.validation_reports(&batches)?);
+        let reports = Some(executor.allocate_validation_reports(&batches)?);
         Ok(Validation { samples, batches, reports })
     }
 
@@ -93,7 +93,7 @@ impl Validation {
     fn batch(&mut self, index: usize, executor: &Executor) -> Result<Batch, TrainError> {
         let (first, num_samples) = self.batches.batch(index);
         let specs = batch_specs(&*self.samples, num_samples);
-        let context = executor.ranks().context_place();
+        let context = executor.ranks().context_rank();
         read_batch(&mut *self.samples, executor.device(), &mut HostBatch::new(&specs), first as u64, context)
     }
 }

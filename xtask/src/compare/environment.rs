@@ -2,7 +2,7 @@
 
 use super::programs::Programs;
 use super::results::{Round, ours};
-use super::rows::{Program, Row, Run, Step, installation};
+use super::rows::{BenchCommand, Program, Row, Step, installation};
 use super::table::with_separators;
 use crate::commands::output;
 use anyhow::{Context, Result};
@@ -19,7 +19,8 @@ pub(super) struct Environment {
 
 impl Environment {
     pub(super) fn find(root: &Path, programs: &Programs) -> Result<Self> {
-        let doctor = Run { program: Program::Trireme, arguments: "doctor --seconds 0.01 --json".to_owned() };
+        let doctor =
+            BenchCommand { program: Program::Trireme, arguments: "doctor --seconds 0.01 --json".to_owned() };
         let report = first(programs.run(&doctor)?);
         let installation = first(programs.run(&installation())?);
         let commit = output(Command::new("git").args(["describe", "--always", "--dirty"]).current_dir(root));

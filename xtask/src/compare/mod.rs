@@ -12,7 +12,7 @@ use environment::{Bound, Environment};
 use programs::Programs;
 use progress::Progress;
 use results::Round;
-use rows::{BenchSettings, Peer, Row, Run, Step};
+use rows::{BenchCommand, BenchSettings, Peer, Row, Step};
 use std::path::{Path, PathBuf};
 
 const HELP: &str = "\
@@ -70,7 +70,7 @@ pub(crate) fn run(args: &CompareArgs, root: &Path) -> Result<bool> {
     let rows = chosen_rows(rows::rows(args.bench_settings()), &args.only)?;
     let programs = Programs::prepare(root, args.python.clone())?;
     let is_installed = |peer: &Peer| peer.variants.iter().all(|(_, run)| programs.has(run.program));
-    let runs: Vec<Run> = runs(&rows).into_iter().filter(|run| programs.has(run.program)).collect();
+    let runs: Vec<BenchCommand> = runs(&rows).into_iter().filter(|run| programs.has(run.program)).collect();
     let steps: Vec<Step> = rows.iter().filter_map(|row| row.bound).collect();
 
     let mut progress = Progress::new(1 + steps.len() + args.num_rounds() * runs.len());
@@ -94,7 +94,7 @@ pub(crate) fn run(args: &CompareArgs, root: &Path) -> Result<bool> {
 /// Runs every command once per round. Returns the rounds, and the number of commands that failed.
 fn run_rounds(
     num_rounds: usize,
-    runs: &[Run],
+    runs: &[BenchCommand],
     programs: &Programs,
     progress: &mut Progress,
 ) -> (Vec<Round>, usize) {
@@ -102,7 +102,7 @@ fn run_rounds(
     let mut run_round = |number: usize| {
         let mut round = Round::new();
         // Every other round runs in reverse order, so that a drift of the machine favours neither side.
-        let mut order: Vec<&Run> = runs.iter().collect();
+        let mut order: Vec<&BenchCommand> = runs.iter().collect();
         if number.is_multiple_of(2) {
             order.reverse();
         }
@@ -133,7 +133,7 @@ fn chosen_rows(rows: Vec<Row>, only: &str) -> Result<Vec<Row>> {
 }
 
 /// Returns the commands of some rows, each once, because several rows may read one command's output.
-fn runs(rows: &[Row]) -> Vec<Run> {
+fn runs(rows: &[Row]) -> Vec<BenchCommand> {
     let mut runs = Vec::new();
     for row in rows {
         let peers = row.peers.iter().flat_map(|peer| &peer.variants).map(|(_, run)| run);

@@ -1,6 +1,6 @@
 //! The programs that are compared, their preparation and execution.
 
-use super::rows::{Program, Run};
+use super::rows::{BenchCommand, Program};
 use crate::commands::{build, output, succeed, virtual_environment};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -48,7 +48,7 @@ impl Programs {
         program != Program::OpenMpi || self.open_mpi.is_some()
     }
 
-    pub(super) fn run(&self, run: &Run) -> Result<Vec<Value>> {
+    pub(super) fn run(&self, run: &BenchCommand) -> Result<Vec<Value>> {
         let mut command = match run.program {
             Program::TriremeBinary => {
                 let metadata = fs::metadata(&self.binary)

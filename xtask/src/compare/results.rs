@@ -1,10 +1,10 @@
 //! The outputs of the commands in each round, and statistics of them.
 
-use super::rows::{Quantity, Row, Run};
+use super::rows::{BenchCommand, Quantity, Row};
 use serde_json::Value;
 
 /// The outputs of the commands of one round. Commands that failed are missing.
-pub(super) type Round = Vec<(Run, Vec<Value>)>;
+pub(super) type Round = Vec<(BenchCommand, Vec<Value>)>;
 
 /// Statistics of a number over several rounds.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -45,9 +45,13 @@ pub(super) fn ours(rounds: &[Round], row: &Row) -> Option<f64> {
 }
 
 /// Returns the best of a peer's variants, by the median of all rounds.
-pub(super) fn compare(rounds: &[Round], row: &Row, variants: &[(&'static str, Run)]) -> Option<Comparison> {
+pub(super) fn compare(
+    rounds: &[Round],
+    row: &Row,
+    variants: &[(&'static str, BenchCommand)],
+) -> Option<Comparison> {
     let quantity = row.quantity;
-    let comparison = |(name, run): &(&'static str, Run)| {
+    let comparison = |(name, run): &(&'static str, BenchCommand)| {
         let peer = Spread::of(rounds.iter().filter_map(|round| number(round, run, quantity)).collect())?;
         let ratio = |round| Some(number(round, &row.ours, quantity)? / number(round, run, quantity)?);
         let ratio = Spread::of(rounds.iter().filter_map(ratio).collect());
@@ -60,7 +64,7 @@ pub(super) fn compare(rounds: &[Round], row: &Row, variants: &[(&'static str, Ru
 }
 
 /// Returns the number of one command in one round, in the table's unit.
-fn number(round: &Round, run: &Run, quantity: Quantity) -> Option<f64> {
+fn number(round: &Round, run: &BenchCommand, quantity: Quantity) -> Option<f64> {
     let (_, objects) = round.iter().find(|(other, _)| other == run)?;
     let is_meant = |object: &&Value| quantity.bytes.is_none_or(|bytes| object["bytes"] == bytes);
     Some(objects.iter().find(is_meant)?[quantity.key].as_f64()? / quantity.scale)
@@ -75,8 +79,8 @@ pub(super) mod tests {
     pub(in super::super) const SPEED: Quantity =
         Quantity { key: "speed", bytes: None, scale: 1.0, num_decimals: 0, larger_is_better: true };
 
-    pub(in super::super) fn run(arguments: &str) -> Run {
-        Run { program: Program::Trireme, arguments: arguments.to_owned() }
+    pub(in super::super) fn run(arguments: &str) -> BenchCommand {
+        BenchCommand { program: Program::Trireme, arguments: arguments.to_owned() }
     }
 
     pub(in super::super) fn row(quantity: Quantity) -> Row {
@@ -138,7 +142,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_number_is_that_of_its_size_in_the_tables_unit() {
+    fn a_number_is_selected_by_its_size_and_scaled_to_the_tables_unit() {
         let objects = Vec::from([json!({"bytes": 4, "speed": 1.0}), json!({"bytes": 8, "speed": 3000})]);
         let round = Vec::from([(run("ours"), objects)]);
         let quantity = Quantity { bytes: Some(8), scale: 1000.0, ..SPEED };

@@ -4,13 +4,13 @@ use std::fmt;
 
 /// A command that prints JSON objects.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Run {
+pub(super) struct BenchCommand {
     pub(super) program: Program,
     /// Arguments, separated by spaces.
     pub(super) arguments: String,
 }
 
-impl fmt::Display for Run {
+impl fmt::Display for BenchCommand {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let program = match self.program {
             Program::Trireme => "trireme",
@@ -69,14 +69,14 @@ const LONG_VECTOR: Quantity = Quantity { bytes: Some(64 << 20), scale: 1e3, ..SH
 pub(super) struct Row {
     pub(super) name: &'static str,
     pub(super) quantity: Quantity,
-    pub(super) ours: Run,
+    pub(super) ours: BenchCommand,
     pub(super) peers: Vec<Peer>,
     /// The step whose kernels bound the speed of our side.
     pub(super) bound: Option<Step>,
 }
 
 impl Row {
-    fn new(name: &'static str, quantity: Quantity, ours: Run, peers: impl Into<Vec<Peer>>) -> Self {
+    fn new(name: &'static str, quantity: Quantity, ours: BenchCommand, peers: impl Into<Vec<Peer>>) -> Self {
         Row { name, quantity, ours, peers: peers.into(), bound: None }
     }
 
@@ -88,11 +88,11 @@ impl Row {
 /// The other side of a row: one program in several variants, of which the best one counts.
 #[derive(Debug, Clone)]
 pub(super) struct Peer {
-    pub(super) variants: Vec<(&'static str, Run)>,
+    pub(super) variants: Vec<(&'static str, BenchCommand)>,
 }
 
 impl Peer {
-    fn new(name: &'static str, run: Run) -> Self {
+    fn new(name: &'static str, run: BenchCommand) -> Self {
         Peer { variants: Vec::from([(name, run)]) }
     }
 }
@@ -145,15 +145,15 @@ impl Step {
         Row::new(name, quantity, self.trireme(), self.pytorch())
     }
 
-    fn trireme(self) -> Run {
+    fn trireme(self) -> BenchCommand {
         let arguments = format!("bench step {} --workers {} --json", self.arguments(), self.num_workers);
-        Run { program: Program::Trireme, arguments }
+        BenchCommand { program: Program::Trireme, arguments }
     }
 
     /// Returns Trireme's command with workers that do not communicate.
-    fn independent(self) -> Run {
-        let Run { program, arguments } = self.trireme();
-        Run { program, arguments: arguments + " --independent" }
+    fn independent(self) -> BenchCommand {
+        let BenchCommand { program, arguments } = self.trireme();
+        BenchCommand { program, arguments: arguments + " --independent" }
     }
 
     /// Returns PyTorch's commands, eager and compiled.
@@ -164,21 +164,21 @@ impl Step {
         };
         let eager = format!("peers/torch_train.py {} --strategy {strategy}", self.arguments());
         let compiled = format!("{eager} --compile");
-        let runs = [eager, compiled].map(|arguments| Run { program, arguments });
+        let runs = [eager, compiled].map(|arguments| BenchCommand { program, arguments });
         [Peer { variants: names.into_iter().zip(runs).collect() }]
     }
 
     /// Returns the command that measures the kernels of this step, each with its bound.
-    pub(super) fn kernels(self) -> Run {
+    pub(super) fn kernels(self) -> BenchCommand {
         let arguments =
             format!("bench kernels {} --seconds {} --json", self.shape(), self.bench_settings.seconds / 10.0);
-        Run { program: Program::Trireme, arguments }
+        BenchCommand { program: Program::Trireme, arguments }
     }
 }
 
 /// Returns the command that reports the versions of the Python side and its size on disk.
-pub(super) fn installation() -> Run {
-    Run { program: Program::Python, arguments: "peers/installation.py".to_owned() }
+pub(super) fn installation() -> BenchCommand {
+    BenchCommand { program: Program::Python, arguments: "peers/installation.py".to_owned() }
 }
 
 /// Returns the rows of the table of README.md.
@@ -199,18 +199,18 @@ pub(super) fn rows(settings: BenchSettings) -> Vec<Row> {
     // One command measures both sizes. The smaller one times the factor is the larger one.
     let seconds = settings.seconds;
     let sizes = format!("--min-bytes 4096 --max-bytes 67108864 --factor 16384 --seconds {seconds}");
-    let all_reduce = |transport: &str| Run {
+    let all_reduce = |transport: &str| BenchCommand {
         program: Program::Trireme,
         arguments: format!(
             "bench collectives --ops all_reduce --workers 2 --transport {transport} {sizes} --json"
         ),
     };
-    let gloo = Run {
+    let gloo = BenchCommand {
         program: Program::Torchrun,
         arguments: format!("peers/torch_collectives.py --ops all_reduce {sizes}"),
     };
     let gloo = || Peer::new("gloo", gloo.clone());
-    let open_mpi = Run { program: Program::OpenMpi, arguments: format!("{seconds} 4096 67108864") };
+    let open_mpi = BenchCommand { program: Program::OpenMpi, arguments: format!("{seconds} 4096 67108864") };
     let open_mpi = || Peer::new("Open MPI", open_mpi.clone());
 
     Vec::from([
@@ -253,7 +253,7 @@ pub(super) fn rows(settings: BenchSettings) -> Vec<Row> {
         Row::new(
             "size of the installation, MiB",
             INSTALLATION,
-            Run { program: Program::TriremeBinary, arguments: String::new() },
+            BenchCommand { program: Program::TriremeBinary, arguments: String::new() },
             [Peer::new("PyTorch and what it requires", installation())],
         ),
     ])

@@ -80,9 +80,10 @@ impl Reader<'_> {
     fn visit_module(&mut self, path: Path, file: String, items: &[syn::Item]) {
         let before = std::mem::replace(&mut self.current, path);
         self.modules.insert(self.current.clone(), Module { file, ..Module::default() });
-        let items: Vec<&syn::Item> = items.iter().filter(|item| !is_test(head(item).0)).collect();
+        let items: Vec<&syn::Item> =
+            items.iter().filter(|item| !is_test(attributes_and_name(item).0)).collect();
         for item in &items {
-            if let Some(name) = head(item).1 {
+            if let Some(name) = attributes_and_name(item).1 {
                 let module = self.module();
                 let is_module = matches!(item, syn::Item::Mod(_));
                 let names = if is_module { &mut module.children } else { &mut module.items };
@@ -178,7 +179,7 @@ fn is_test(attributes: &[syn::Attribute]) -> bool {
 }
 
 /// Returns the attributes of an item, and the name that it declares in its module.
-fn head(item: &syn::Item) -> (&[syn::Attribute], Option<&syn::Ident>) {
+fn attributes_and_name(item: &syn::Item) -> (&[syn::Attribute], Option<&syn::Ident>) {
     match item {
         syn::Item::Const(item) => (&item.attrs, Some(&item.ident)),
         syn::Item::Enum(item) => (&item.attrs, Some(&item.ident)),

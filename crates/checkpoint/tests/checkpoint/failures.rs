@@ -162,7 +162,7 @@ fn assert_only_step_1(folder: &Path) {
 }
 
 #[test]
-fn a_failure_on_one_rank_is_one_on_all_and_leaves_earlier_checkpoints() {
+fn a_failure_on_one_rank_fails_all_ranks_and_leaves_earlier_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
     save_all(folder.path(), 1, &example(), 2);
     let results = save_changed(folder.path(), 2, &example(), 3, |rank, held| {

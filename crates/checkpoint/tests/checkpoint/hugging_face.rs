@@ -438,7 +438,7 @@ fn tensors_are_compared_in_the_dtype_that_they_are_read_in() {
 }
 
 #[test]
-fn a_prefix_of_all_names_is_named() {
+fn a_prefix_of_all_names_is_reported() {
     let folder = tempfile::tempdir().unwrap();
     write_file(&folder.path().join("model.safetensors"), &[("net.model.w", Dtype::F32, &[1], &[0; 4])]);
     let directory = HuggingFaceDirectory::open(folder.path()).unwrap();

@@ -87,7 +87,7 @@ fn print_operations(report: &RankReport) -> Result<()> {
                 OperationState::Done => "done",
                 OperationState::Failed => "failed",
             };
-            let described = hang::described(&group.name, operation);
+            let described = hang::describe_operation(&group.name, operation);
             let algorithm = operation.algorithm.iter().map(|name| format!(", by {name}")).collect::<String>();
             let described = hang::escape_controls(&format!("{described}{algorithm}"));
             writeln!(Output, "  {ago:9.3} s ago  {state:7}  {took:>10}  {described}")?;

@@ -3,7 +3,7 @@
 mod advice;
 mod table;
 
-pub(crate) use table::{described, escape_controls, lines};
+pub(crate) use table::{describe_operation, escape_controls, lines};
 
 use crate::process_state::ProcessStates;
 use anyhow::Error;

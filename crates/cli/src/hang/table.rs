@@ -86,13 +86,13 @@ fn operation(finding: &Finding) -> String {
         (Some(place @ Place { operation: Some(operation), .. }), source) => {
             let after = if operation.state == OperationState::Done { "after " } else { "" };
             let earlier = if source == Source::Earlier { " (last report)" } else { "" };
-            format!("{after}{}{earlier}", described(&place.group, operation))
+            format!("{after}{}{earlier}", describe_operation(&place.group, operation))
         }
     }
 }
 
 /// Describes an operation with its place in its group and in the program.
-pub(crate) fn described(group: &str, report: &OperationReport) -> String {
+pub(crate) fn describe_operation(group: &str, report: &OperationReport) -> String {
     let OperationReport { sequence, operation, line, .. } = report;
     let peer = report.peer.map(|peer| match peer.direction {
         Direction::Send => format!(" to rank {}", peer.rank),

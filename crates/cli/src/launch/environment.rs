@@ -102,7 +102,11 @@ impl Variables<'_> {
     }
 
     /// Returns a number that must be set because `present` is.
-    fn count(&self, variable: &'static str, present: &'static str) -> Result<NumericVariable, LaunchError> {
+    fn required(
+        &self,
+        variable: &'static str,
+        present: &'static str,
+    ) -> Result<NumericVariable, LaunchError> {
         match self.number(variable, WORLD_SIZE_MAX)? {
             Some(value) => Ok(NumericVariable { variable, value }),
             None => Err(LaunchError::MissingVariable { present, missing: variable }),
@@ -200,8 +204,8 @@ impl LauncherVariables {
 }
 
 fn torchrun(variables: &Variables<'_>) -> Result<LauncherVariables, LaunchError> {
-    let rank = variables.count("RANK", "RANK")?;
-    let world_size = variables.count("WORLD_SIZE", "RANK")?;
+    let rank = variables.required("RANK", "RANK")?;
+    let world_size = variables.required("WORLD_SIZE", "RANK")?;
     for missing in ["MASTER_ADDR", "MASTER_PORT"] {
         if !variables.has(missing) {
             return Err(LaunchError::MissingVariable { present: "RANK", missing });
@@ -213,11 +217,11 @@ fn torchrun(variables: &Variables<'_>) -> Result<LauncherVariables, LaunchError>
 
 fn open_mpi(variables: &Variables<'_>, present: &'static str) -> Result<LauncherVariables, LaunchError> {
     Ok(LauncherVariables {
-        rank: variables.count("OMPI_COMM_WORLD_RANK", present)?,
-        world_size: variables.count("OMPI_COMM_WORLD_SIZE", present)?,
+        rank: variables.required("OMPI_COMM_WORLD_RANK", present)?,
+        world_size: variables.required("OMPI_COMM_WORLD_SIZE", present)?,
         local: Some((
-            variables.count("OMPI_COMM_WORLD_LOCAL_RANK", present)?,
-            variables.count("OMPI_COMM_WORLD_LOCAL_SIZE", present)?,
+            variables.required("OMPI_COMM_WORLD_LOCAL_RANK", present)?,
+            variables.required("OMPI_COMM_WORLD_LOCAL_SIZE", present)?,
         )),
         first_host: None,
         job: variables.text("PMIX_NAMESPACE").or_else(|| variables.text("OMPI_MCA_ess_base_jobid")),
@@ -230,9 +234,9 @@ fn slurm(variables: &Variables<'_>) -> Result<Option<LauncherVariables>, LaunchE
     if is_batch_script || !variables.has("SLURM_PROCID") {
         return Ok(None);
     }
-    let rank = variables.count("SLURM_PROCID", "SLURM_PROCID")?;
+    let rank = variables.required("SLURM_PROCID", "SLURM_PROCID")?;
     let num_tasks = variables.first_of(&["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"]).unwrap_or("SLURM_NTASKS");
-    let world_size = variables.count(num_tasks, "SLURM_PROCID")?;
+    let world_size = variables.required(num_tasks, "SLURM_PROCID")?;
     if world_size.value == 1 {
         return Ok(None);
     }
@@ -242,7 +246,7 @@ fn slurm(variables: &Variables<'_>) -> Result<Option<LauncherVariables>, LaunchE
             NumericVariable { variable, value }.require(usize::eq, count)?;
         }
     }
-    let local_rank = variables.count("SLURM_LOCALID", "SLURM_PROCID")?;
+    let local_rank = variables.required("SLURM_LOCALID", "SLURM_PROCID")?;
     let hosts = variables.text("SLURM_STEP_NODELIST").or_else(|| variables.text("SLURM_JOB_NODELIST"));
     let job = variables.text("SLURM_JOB_ID").map(|job| {
         // Steps of one job may run side by side.
@@ -272,13 +276,13 @@ fn slurm_local_world_size(variables: &Variables<'_>) -> Result<NumericVariable, 
             }
         };
     }
-    variables.count("SLURM_NTASKS_PER_NODE", "SLURM_PROCID")
+    variables.required("SLURM_NTASKS_PER_NODE", "SLURM_PROCID")
 }
 
 fn pmi(variables: &Variables<'_>) -> Result<Option<LauncherVariables>, LaunchError> {
     let Some(present) = variables.first_of(&["PMI_RANK", "PMI_SIZE"]) else { return Ok(None) };
-    let rank = variables.count("PMI_RANK", present)?;
-    let world_size = variables.count("PMI_SIZE", present)?;
+    let rank = variables.required("PMI_RANK", present)?;
+    let world_size = variables.required("PMI_SIZE", present)?;
     if world_size.value == 1 {
         return Ok(None);
     }
@@ -294,7 +298,7 @@ fn local_counts(
     size: &'static str,
 ) -> Result<Option<(NumericVariable, NumericVariable)>, LaunchError> {
     match variables.first_of(&[rank, size]) {
-        Some(present) => Ok(Some((variables.count(rank, present)?, variables.count(size, present)?))),
+        Some(present) => Ok(Some((variables.required(rank, present)?, variables.required(size, present)?))),
         None => Ok(None),
     }
 }

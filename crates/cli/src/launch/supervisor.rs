@@ -147,7 +147,7 @@ impl Supervisor<'_> {
             if self.workers.stopped_by().is_some() {
                 return self.end_after_stop(None);
             }
-            match self.workers.dead() {
+            match self.workers.first_death() {
                 // Ctrl-C reaches the workers as well, and may end one before it is seen here.
                 Some((_, AbnormalExit::Signal(SIGINT))) => return self.end_after_signal(SIGINT),
                 Some((rank, death)) => return self.end_after_death(rank, death),
@@ -179,7 +179,7 @@ impl Supervisor<'_> {
         self.workers.send(Signal::CONT);
         loop {
             self.workers.reap()?;
-            match (self.workers.stopped_by(), self.workers.dead()) {
+            match (self.workers.stopped_by(), self.workers.first_death()) {
                 (Some(signal), _) if !self.workers.are_running() => {
                     return Err(LaunchError::Stopped { signal: asked.unwrap_or(signal) });
                 }
@@ -237,7 +237,7 @@ impl Supervisor<'_> {
         while is_peer_loss(death) && self.workers.are_running() && self.next_signal(Some(deadline)).is_some()
         {
             self.workers.reap()?;
-            (rank, death) = self.workers.dead().expect("the dead stay dead");
+            (rank, death) = self.workers.first_death().expect("the dead stay dead");
         }
         let table = self.table(rank, death)?;
         self.end_workers()?;

@@ -117,7 +117,7 @@ impl WorkerProcesses {
     }
 
     /// Returns the first worker, by rank, that died of something other than the loss of a peer; else the first that died.
-    pub(super) fn dead(&self) -> Option<(Rank, AbnormalExit)> {
+    pub(super) fn first_death(&self) -> Option<(Rank, AbnormalExit)> {
         let dead = || self.workers.iter().filter_map(|worker| Some((worker.rank, death(worker.status?)?)));
         dead().find(|(_, death)| !is_peer_loss(*death)).or_else(|| dead().next())
     }

@@ -90,7 +90,7 @@ impl HostBytes {
     }
 
     /// Returns the index of the limit that is used up the most.
-    pub(super) fn nearest(&self) -> usize {
+    pub(super) fn most_used_limit(&self) -> usize {
         let part = |index: &usize| self.taken(*index) as f64 / self.limit(*index).bytes.max(1) as f64;
         let all = 0..self.limits.len();
         all.max_by(|a, b| part(a).total_cmp(&part(b))).expect("the machine is always a limit")

@@ -115,8 +115,14 @@ impl<'a> KernelTimer<'a> {
     }
 
     /// Times the kernels of the passes of each distinct unit. Collective.
-    pub(super) fn units(&self, job: PlannedRun<'_>, model: &Model, profile: &ModelProfile) -> Result<()> {
-        let options = executor_options(job.config).passes(job.config.context_rank(Rank(job.workers.rank)));
+    pub(super) fn time_units(
+        &self,
+        job: PlannedRun<'_>,
+        model: &Model,
+        profile: &ModelProfile,
+    ) -> Result<()> {
+        let options =
+            executor_options(job.config).pass_options(job.config.context_rank(Rank(job.workers.rank)));
         for unit in distinct_units(model, profile) {
             let benchmark =
                 model.unit_benchmark(unit, self.device, options, profile).map_err(TrainError::from)?;
@@ -126,7 +132,12 @@ impl<'a> KernelTimer<'a> {
     }
 
     /// Times the kernels of an update, for the longest of these parts of units. Collective.
-    pub(super) fn updates(&self, job: PlannedRun<'_>, model: &Model, parts: &[Range<usize>]) -> Result<()> {
+    pub(super) fn time_updates(
+        &self,
+        job: PlannedRun<'_>,
+        model: &Model,
+        parts: &[Range<usize>],
+    ) -> Result<()> {
         let table = model.table();
         let longest = (0..parts.len()).max_by_key(|&unit| parts[unit].len()).unwrap_or(0);
         let mut only = vec![0..0; parts.len()];
@@ -151,7 +162,7 @@ impl<'a> KernelTimer<'a> {
 
     /// Times kernels outside of passes and updates, such as sums, copies and conversions, each at its largest size among `entries`. They
     /// are replayed from the `calls` that a dry run recorded. Collective.
-    pub(super) fn other_kernels<'e>(
+    pub(super) fn time_other_kernels<'e>(
         &self,
         entries: impl Iterator<Item = &'e JournalEntry>,
         calls: &RecordedCalls,
@@ -166,7 +177,7 @@ impl<'a> KernelTimer<'a> {
         let largest: Vec<KernelCall> = largest.into_values().collect();
         for (call, is_timed) in largest.iter().zip(self.timed_by_first_rank(&largest)?) {
             match call.kernel {
-                "upload" | "download" => self.copies(call)?,
+                "upload" | "download" => self.time_copies(call)?,
                 _ if is_timed => {}
                 _ => {
                     if let Some(mut replay) = calls.replay(call, self.device)? {
@@ -190,7 +201,7 @@ impl<'a> KernelTimer<'a> {
     }
 
     /// Times copies between the device and memory that peers have read and written. Collective.
-    fn copies(&self, call: &KernelCall) -> Result<()> {
+    fn time_copies(&self, call: &KernelCall) -> Result<()> {
         let (device, num_bytes) = (self.device, call.cost.traffic.read);
         let mut there = device.zeros([num_bytes].into(), DType::U8, Category::Activations)?;
         let here = RefCell::new(self.world.buffer::<u8>(num_bytes)?);

@@ -100,7 +100,7 @@ impl Plan {
     /// Like [`new`](Plan::new), without the memory of the other workers of the host.
     fn of_worker(job: PlannedRun<'_>, chosen: Option<StepChoices>) -> Result<Self> {
         let PlannedRun { config, workers, .. } = job;
-        let (model, profile) = model_and_inference(job)?;
+        let (model, profile) = model_and_profile(job)?;
         let device = Device::counting(device_options_without_budget(config, workers))?;
         let (optimizer, options) = (optimizer_options(config, model.table())?, executor_options(config));
         let num_shards = config.num_shards();
@@ -161,7 +161,7 @@ impl Plan {
     /// some seconds. Returns the prediction on the first worker, `None` on the others. Collective.
     pub(crate) fn step_time(&self, job: PlannedRun<'_>, world: Group) -> Result<Option<PredictedTime>> {
         let PlannedRun { config, workers, .. } = job;
-        let (model, profile) = model_and_inference(job)?;
+        let (model, profile) = model_and_profile(job)?;
         let chain = chain(model.table(), &profile, executor_options(config).determinism);
         let programs = step_programs(config, &chain, &self.choices)?;
         let calls = RecordedCalls::default();
@@ -205,7 +205,7 @@ impl Plan {
 
     /// Returns the limit that the plan exceeds, if any.
     pub(crate) fn exceeded_limit(&self) -> Option<Limit> {
-        let limits = [Limit::Device, Limit::Offload, Limit::Host(self.on_host.nearest())];
+        let limits = [Limit::Device, Limit::Offload, Limit::Host(self.on_host.most_used_limit())];
         limits
             .into_iter()
             .find(|&limit| matches!(self.used_and_limit(limit), (taken, bound) if taken > bound))
@@ -234,18 +234,18 @@ impl Plan {
 pub(crate) fn open_choices(config: &Config) -> OpenChoices {
     let open = config.offload().tiers().into_iter().filter(|(_, tier)| *tier == Tier::Auto);
     let keeps = config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
-    OpenChoices { keeps, classes: open.map(|(class, _)| class).collect() }
+    OpenChoices { may_choose_keeps: keeps, offloadable: open.map(|(class, _)| class).collect() }
 }
 
 /// Builds the model of a job, and infers the shapes, memory and cost of its passes.
-pub(super) fn model_and_inference(job: PlannedRun<'_>) -> Result<(Model, ModelProfile)> {
+pub(super) fn model_and_profile(job: PlannedRun<'_>) -> Result<(Model, ModelProfile)> {
     let PlannedRun { config, workload, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
     let place = config.model_rank(Rank(workers.rank));
     let model = workload.build(&device, place).map_err(TrainError::from)?;
     let context = config.context_rank(Rank(workers.rank));
     let batch = workload.batch(config, context)?;
-    let profile = model.profile(&device, executor_options(config).passes(context), &batch);
+    let profile = model.profile(&device, executor_options(config).pass_options(context), &batch);
     Ok((model, profile.map_err(TrainError::from)?))
 }
 
@@ -275,6 +275,6 @@ fn dry_run(
 
 /// Returns the options of a device without a budget, because exceeding a budget must not end a prediction.
 fn device_options_without_budget(config: &Config, workers: Workers<'_>) -> DeviceOptions {
-    let features_max = Some(workers.features);
-    DeviceOptions { features_max, budget: None, ..device_options(config, workers.num_threads) }
+    let simd_level_max = Some(workers.features);
+    DeviceOptions { simd_level_max, budget: None, ..device_options(config, workers.num_threads) }
 }

@@ -115,7 +115,7 @@ pub(crate) struct Workers<'a> {
     pub(super) features: SimdLevel,
     pub(super) shares_memory: bool,
     /// Number of workers that share memory segments with this one, itself included.
-    pub(super) num_sharing: usize,
+    pub(super) num_sharing_memory: usize,
     /// Memory limits of the workers together.
     pub(super) limits: &'a [SharedLimit],
 }
@@ -132,7 +132,7 @@ impl<'a> Workers<'a> {
             num_threads: local_threads(config, share_of_cores(world_size)),
             features,
             shares_memory,
-            num_sharing: if shares_memory { world_size } else { 1 },
+            num_sharing_memory: if shares_memory { world_size } else { 1 },
             limits,
         }
     }
@@ -140,9 +140,9 @@ impl<'a> Workers<'a> {
     /// Returns the same workers on several hosts with `local_world_size` workers each, as the first one sees them.
     pub(crate) fn on_hosts(self, config: &Config, local_world_size: usize) -> Self {
         let shares_memory = self.shares_memory && local_world_size == self.world_size;
-        let num_sharing = self.num_sharing.min(local_world_size);
+        let num_sharing = self.num_sharing_memory.min(local_world_size);
         let num_threads = local_threads(config, share_of_cores(local_world_size));
-        Workers { local_world_size, num_threads, shares_memory, num_sharing, ..self }
+        Workers { local_world_size, num_threads, shares_memory, num_sharing_memory: num_sharing, ..self }
     }
 
     pub(crate) fn of(config: &Config, group: &Group, share: &'a HostShare, features: SimdLevel) -> Self {
@@ -158,7 +158,7 @@ impl<'a> Workers<'a> {
             num_threads: local_threads(config, share.num_threads),
             features,
             shares_memory: group.transport() == TransportKind::Shm,
-            num_sharing,
+            num_sharing_memory: num_sharing,
             limits: &share.limits,
         }
     }
@@ -166,7 +166,7 @@ impl<'a> Workers<'a> {
     /// Returns this worker's group in a dry world, in which no other rank runs. Neighbouring ranks share a host, as launchers number them.
     pub(super) fn dry_group(&self) -> Result<Group, CommError> {
         let hosts: Vec<usize> = (0..self.world_size).map(|rank| rank / self.local_world_size).collect();
-        let transport = match (self.num_sharing > 1, self.shares_memory) {
+        let transport = match (self.num_sharing_memory > 1, self.shares_memory) {
             (true, true) => TransportKind::Shm,
             (true, false) => TransportKind::ShmAndTcp,
             (false, _) => TransportKind::Tcp,

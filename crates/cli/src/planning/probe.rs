@@ -30,7 +30,7 @@ pub(super) struct MeasuredRates {
     /// Seconds of each call under each of these loads.
     kernels: BTreeMap<KernelCall, Vec<f64>>,
     /// Seconds of each operation or message while all ranks issue it.
-    links: BTreeMap<CommKey, f64>,
+    comm_seconds: BTreeMap<CommKey, f64>,
     /// Seconds per byte, of reads from a disk and of writes.
     disk: [f64; 2],
     /// Number of workers that can compute with a core for each of their threads.
@@ -77,8 +77,8 @@ impl MeasuredRates {
         let MeasuredStep { stages, model, profile, parts, calls } = step;
         let is_root = world.rank() == Rank::ROOT;
         let options = device_options(config, workers.num_threads);
-        let (features_max, budget) = (Some(workers.features), Some(memory_max));
-        let options = DeviceOptions { features_max, ..options };
+        let (simd_level_max, budget) = (Some(workers.features), Some(memory_max));
+        let options = DeviceOptions { simd_level_max, ..options };
         let (device, others) = (Device::cpu(DeviceOptions { budget, ..options })?, Device::cpu(options)?);
         let num_cores = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
         let num_undisturbed = (num_cores / workers.num_threads).max(1);
@@ -89,9 +89,9 @@ impl MeasuredRates {
         let mut kernels: BTreeMap<KernelCall, Vec<f64>> = BTreeMap::new();
         for &load in &loads {
             let timer = KernelTimer::new(&device, &others, &world, world.rank().0 < load)?;
-            timer.units(job, model, profile)?;
-            timer.updates(job, model, parts)?;
-            timer.other_kernels(entries(), calls)?;
+            timer.time_units(job, model, profile)?;
+            timer.time_updates(job, model, parts)?;
+            timer.time_other_kernels(entries(), calls)?;
             for (call, seconds) in timer.seconds(load > num_undisturbed) {
                 kernels.entry(call).or_default().push(seconds);
             }
@@ -104,8 +104,9 @@ impl MeasuredRates {
             .collect();
         let uses_disk = issued.iter().any(|issued| comm_key(issued).is_none());
         let disk = if uses_disk { disk(&config.offload().folder)? } else { [0.0; 2] };
-        let links = measure_links(job, issued.into_iter().filter_map(comm_key).collect(), world)?;
-        let found = MeasuredRates { loads, kernels, links, disk, num_with_own_cores: num_undisturbed };
+        let links = measure_comm(job, issued.into_iter().filter_map(comm_key).collect(), world)?;
+        let found =
+            MeasuredRates { loads, kernels, comm_seconds: links, disk, num_with_own_cores: num_undisturbed };
         Ok(is_root.then_some(found))
     }
 
@@ -113,7 +114,7 @@ impl MeasuredRates {
         let name = |entry: &JournalEntry| match entry {
             JournalEntry::Kernel(call) if self.nearest(call).is_none() => Some(call.kernel),
             JournalEntry::Issue(_, issued) => comm_key(issued)
-                .filter(|link| !self.links.contains_key(link))
+                .filter(|link| !self.comm_seconds.contains_key(link))
                 .map(|(operation, ..)| operation),
             _ => None,
         };
@@ -159,7 +160,7 @@ impl OperationTimes for MeasuredRates {
             AsyncOperation::DiskWrite { bytes } => *bytes as f64 * self.disk[1],
             _ => {
                 let link = comm_key(issued).expect("what is not on a disk is on a link");
-                let seconds = self.links.get(&link).copied().unwrap_or_default();
+                let seconds = self.comm_seconds.get(&link).copied().unwrap_or_default();
                 // All groups were busy at the same time when links were measured.
                 seconds * self.slowdown(load, self.loads[self.loads.len() - 1]).max(1.0)
             }
@@ -173,7 +174,7 @@ pub(super) fn call_size(call: &KernelCall) -> f64 {
 }
 
 /// Measures operations and messages while all ranks issue them. Returns seconds. Collective.
-fn measure_links(
+fn measure_comm(
     job: PlannedRun<'_>,
     links: BTreeSet<CommKey>,
     world: Group,
@@ -287,7 +288,13 @@ mod tests {
         let kernels = [(call("add", 100), vec![1.0, 1.5, 4.0]), (call("add", 1000), vec![8.0, 9.0, 16.0])];
         let links = [(("all_reduce", 2, 10, 4), 3.0)];
         let (kernels, links) = (kernels.into_iter().collect(), links.into_iter().collect());
-        MeasuredRates { loads: vec![1, 2, 4], kernels, links, disk: [2.0, 5.0], num_with_own_cores: 2 }
+        MeasuredRates {
+            loads: vec![1, 2, 4],
+            kernels,
+            comm_seconds: links,
+            disk: [2.0, 5.0],
+            num_with_own_cores: 2,
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! A plan as data, for other programs.
 
-use super::plan::{Plan, dry_executor, model_and_inference};
+use super::plan::{Plan, dry_executor, model_and_profile};
 use super::planned_run::{PlannedRun, Workers};
 use super::planned_schedule::PlannedSchedule;
 use anyhow::Result;
@@ -58,7 +58,7 @@ impl Plan {
     /// Returns the plan of `job` as data. Dry-runs a step once more.
     pub(crate) fn report(&self, job: PlannedRun<'_>) -> Result<PlanReport> {
         let job = PlannedRun { workers: Workers { rank: self.rank, ..job.workers }, ..job };
-        let (_, profile) = model_and_inference(job)?;
+        let (_, profile) = model_and_profile(job)?;
         let executor = dry_executor(job, &profile, self.program.clone())?;
         let entries = executor.dry_run_entries().map_err(TrainError::from)?;
         let has_pipeline = job.config.parallelism().pipeline_parallel_degree > 1;

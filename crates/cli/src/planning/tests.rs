@@ -18,7 +18,7 @@ use trireme_parallel::{
     RankGrid, StepPlan, ValidationBatches, ZeroPlusPlus, chain,
 };
 use trireme_schedule::collective::Hosts;
-use trireme_schedule::lowering::{lay_out, recompute};
+use trireme_schedule::lowering::{apply_layout, recompute};
 use trireme_schedule::pipeline::{
     Costs, ScheduleKind, Sizes, StageCosts, generate, partition_units, programs,
 };

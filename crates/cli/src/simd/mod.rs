@@ -107,7 +107,8 @@ impl Simd {
 
     /// Returns a warning for each kernel that would be used if it were proven.
     pub(crate) fn warnings(&self) -> impl Iterator<Item = String> {
-        let missed = self.excluded.iter().filter(|excluded| excluded.kernel.unit.features() > self.level);
+        let missed =
+            self.excluded.iter().filter(|excluded| excluded.kernel.unit.min_simd_level() > self.level);
         missed.map(|Excluded { kernel, reason }| {
             let instead = ExecutionUnit::of(self.level, kernel.precision);
             format!(
@@ -122,7 +123,7 @@ impl Simd {
     }
 
     /// Returns why a proven kernel of a higher level is not used.
-    pub(crate) fn reason_of_lower(&self) -> &'static str {
+    pub(crate) fn reason_unused(&self) -> &'static str {
         if self.level < self.max_level {
             "another kernel of its SIMD level is excluded"
         } else {
@@ -147,7 +148,7 @@ impl Simd {
 pub(crate) fn device_options(num_threads: usize) -> Result<DeviceOptions> {
     let simd = Simd::choose(Verification::Cached)?;
     simd.warn();
-    Ok(DeviceOptions { num_threads, features_max: Some(simd.level), ..DeviceOptions::default() })
+    Ok(DeviceOptions { num_threads, simd_level_max: Some(simd.level), ..DeviceOptions::default() })
 }
 
 /// Whether verdicts that come from a file are of these kernels and safe to print.

@@ -11,7 +11,7 @@ fn trained_then_changed() -> Fixture {
     fixture
 }
 
-fn resumes(fixture: &Fixture) {
+fn assert_resumes(fixture: &Fixture) {
     let resumed = fixture.run("train tiny.toml --set training.steps=6");
     assert_eq!(resumed.code, Some(0), "{resumed:?}");
     assert_contains(&resumed.stdout, &["resuming after step 4 of 6"]);
@@ -32,7 +32,7 @@ fn a_launch_that_is_refused_changes_nothing() {
             fixture.refused_without_changes(&format!("{command} --workers {workers}"));
         }
     }
-    resumes(&fixture);
+    assert_resumes(&fixture);
 }
 
 #[test]
@@ -43,7 +43,7 @@ fn a_launch_into_a_run_in_use_changes_nothing() {
     let error = fixture.refused_without_changes("train tiny.toml --set checkpoint.resume=never");
     assert_contains(&error, &["another process is using the run runs/tiny"]);
     drop(lock);
-    resumes(&fixture);
+    assert_resumes(&fixture);
 }
 
 #[test]

@@ -125,7 +125,7 @@ fn a_signal_to_any_rank_saves_and_ends_all() {
 }
 
 #[test]
-fn a_second_signal_ends_at_once_and_one_before_the_first_step_does() {
+fn a_second_signal_ends_a_run_at_once_without_a_checkpoint() {
     let fixture = Fixture::with_corpus();
     // Each step takes longer than a test waits.
     let slow = "--set training.global_batch_size=16384 --set training.local_batch_size=1";

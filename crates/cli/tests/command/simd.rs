@@ -118,12 +118,12 @@ fn levels_that_this_machine_has_not_are_refused() {
 }
 
 #[test]
-fn proofs_are_cached_and_a_cached_exclusion_counts_until_the_doctor_looks_again() {
+fn verdicts_are_cached_until_doctor_verifies_again() {
     let Some(_) = level_above_portable() else { return };
     let fixture = Fixture::with_corpus();
     let plan = || Running::start(fixture.command("plan tiny.toml")).end();
     plan().succeeded();
-    let cached = fixture.cached_proofs();
+    let cached = fixture.cached_verdicts();
     assert_eq!(cached.len(), 1);
     let first = fs::read_to_string(&cached[0]).unwrap();
     plan().succeeded();

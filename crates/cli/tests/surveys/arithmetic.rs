@@ -1,6 +1,6 @@
 //! Floating-point operations, as counted in dry runs.
 
-use crate::command_folder::{CommandFolder, Gpt, Step};
+use crate::command_folder::{CommandFolder, Gpt, PlannedStep};
 use crate::table::{Row, Section, list, short, within};
 
 /// Peak of an A100 in 16 bits, in operations per second.
@@ -16,7 +16,7 @@ pub(crate) fn section(commands: &CommandFolder) -> Section {
     Section { title: "Arithmetic", rows }
 }
 
-fn operations_per_token(step: &Step, model: Gpt) -> f64 {
+fn operations_per_token(step: &PlannedStep, model: Gpt) -> f64 {
     step.all_operations() / model.seq_len as f64
 }
 

@@ -93,12 +93,17 @@ impl CommandFolder {
     }
 
     /// Plans a step of the model with `settings`, such as `launch.workers=2`, separated by spaces.
-    pub(crate) fn plan(&self, model: Gpt, settings: &str) -> Step {
+    pub(crate) fn plan(&self, model: Gpt, settings: &str) -> PlannedStep {
         self.plan_on_hosts(model, settings, None)
     }
 
     /// Like [`plan`](CommandFolder::plan), on hosts with `workers_per_host` workers each.
-    pub(crate) fn plan_on_hosts(&self, model: Gpt, settings: &str, workers_per_host: Option<usize>) -> Step {
+    pub(crate) fn plan_on_hosts(
+        &self,
+        model: Gpt,
+        settings: &str,
+        workers_per_host: Option<usize>,
+    ) -> PlannedStep {
         let Gpt { hidden_size, num_layers, num_heads, vocab_size, seq_len, is_tied } = model;
         let mut command = self.command(Path::new(env!("CARGO_BIN_EXE_trireme")), "plan", settings);
         command.arg("--json");
@@ -115,7 +120,7 @@ impl CommandFolder {
             command.args(["--set", &format!("{key}={value}")]);
         }
         command.args(["--set", &format!("model.tie_word_embeddings={is_tied}")]);
-        Step(serde_json::from_str(&succeed(&mut command)).unwrap())
+        PlannedStep(serde_json::from_str(&succeed(&mut command)).unwrap())
     }
 
     /// Trains with `settings` under its own name, and returns the records of its steps.
@@ -156,9 +161,9 @@ fn succeed(command: &mut Command) -> String {
 }
 
 /// A planned step of the worker that needs the most memory: the object that `trireme plan --json` prints.
-pub(crate) struct Step(Value);
+pub(crate) struct PlannedStep(Value);
 
-impl Step {
+impl PlannedStep {
     pub(crate) fn num_parameters(&self) -> f64 {
         self.number(&["num_parameters"])
     }

@@ -1,6 +1,6 @@
 //! Messages of collective algorithms, tensor parallelism, ZeRO and compression.
 
-use crate::command_folder::{CommandFolder, Exchange, Gpt, Step};
+use crate::command_folder::{CommandFolder, Exchange, Gpt, PlannedStep};
 use crate::table::{Row, Section, list, short, within};
 use trireme_base::Rank;
 use trireme_codec::{Bucket, CodecName, Compression, CompressionOptions};
@@ -128,7 +128,7 @@ fn tensor_parallelism(product: &CommandFolder) -> Row {
 }
 
 /// Returns the bytes that one of many ranks sends, by the algorithms that move the fewest: twice the vector for an all-reduce.
-fn volume(step: &Step) -> f64 {
+fn volume(step: &PlannedStep) -> f64 {
     let sent = |exchange: Exchange<'_>| match exchange.operation {
         "all_reduce" => 2.0 * exchange.bytes,
         _ => exchange.bytes,
@@ -161,7 +161,7 @@ fn volumes(product: &CommandFolder) -> Row {
 }
 
 /// Returns the bytes that each host sends to the others, if two-level collectives send nothing twice.
-fn across_hosts(step: &Step, ranks_per_host: f64) -> f64 {
+fn across_hosts(step: &PlannedStep, ranks_per_host: f64) -> f64 {
     let crossing = step.exchanges().filter(|exchange| exchange.num_hosts > 1.0);
     crossing
         .map(|exchange| {

@@ -1,7 +1,7 @@
 //! Memory of training states, activations and whole models, by dry runs.
 
 use crate::Effort;
-use crate::command_folder::{CommandFolder, Gpt, Step};
+use crate::command_folder::{CommandFolder, Gpt, PlannedStep};
 use crate::table::{Row, Section, billions, gigabytes, list, short, within};
 
 /// 16-bit parameters and gradients, as in the papers on ZeRO.
@@ -27,7 +27,7 @@ pub(crate) fn section(commands: &CommandFolder, effort: Effort) -> Section {
 }
 
 /// Returns the bytes of parameters, gradients and optimizer state for each parameter.
-fn state_bytes_per_parameter(step: &Step) -> f64 {
+fn state_bytes_per_parameter(step: &PlannedStep) -> f64 {
     step.states() / step.num_parameters()
 }
 
@@ -303,10 +303,10 @@ fn share_of_activations(commands: &CommandFolder) -> Row {
             format!("training.dtype=bf16 training.local_batch_size=32 activation_checkpoint.mode={mode}");
         commands.plan(model, &settings)
     });
-    let share = |step: &Step| step.peak("activations") / step.peak("total");
+    let share = |step: &PlannedStep| step.peak("activations") / step.peak("total");
     within("share of activations", share(&all), 0.6..=0.85);
     within("share of activations with recomputation", share(&recomputed), 0.2..=0.45);
-    let show = |step: &Step| {
+    let show = |step: &PlannedStep| {
         format!("{} ({:.0} % of all memory)", gigabytes(step.peak("activations")), 100.0 * share(step))
     };
     Row {

@@ -103,7 +103,7 @@ fn a_result_of_the_wrong_length_is_refused() {
 
 #[test]
 #[should_panic(expected = "before a result")]
-fn a_read_before_its_write_panics() {
+fn a_decode_before_its_encode_panics() {
     let mut world = World::new(&Compression::none(), &Bucket::flat(1), 2);
     world.compressors[0].decode(&mut [0.0], bytemuck::bytes_of(&0.0_f32)).unwrap();
 }

@@ -21,7 +21,7 @@ impl Group {
         }
         if self.is_dry() {
             // Assumes that all ranks pass the same bytes as this one.
-            return self.dry_work(Operation::ALL_GATHER_BYTES, vec![mine.to_vec(); self.world_size]);
+            return self.completed_work(Operation::ALL_GATHER_BYTES, vec![mine.to_vec(); self.world_size]);
         }
         let mut blocks = vec![Vec::new(); self.world_size];
         blocks[self.rank.0] = mine.to_vec();
@@ -38,7 +38,7 @@ impl Group {
     /// # Errors
     /// From the work: any failure that ends a group.
     pub fn barrier(&self) -> Work<()> {
-        let Some(executor) = &self.executor else { return self.dry_work(Operation::BARRIER, ()) };
+        let Some(executor) = &self.executor else { return self.completed_work(Operation::BARRIER, ()) };
         Work::queued(executor.queue.submit(Operation::BARRIER, Payload::Nothing), |_| ())
     }
 
@@ -129,13 +129,13 @@ impl Group {
 
     /// Completes an operation at once, in a group without a communication thread: a dry group or a group of a single rank. A dry group
     /// records the operation.
-    fn dry_work<T>(&self, operation: Operation, result: T) -> Work<T> {
+    fn completed_work<T>(&self, operation: Operation, result: T) -> Work<T> {
         let (_, len) = operation.elements();
-        self.dry_work_with_len(operation, len, result)
+        self.completed_work_with_len(operation, len, result)
     }
 
-    /// Like [`dry_work`](Group::dry_work), for an operation that has `len` elements on this rank.
-    fn dry_work_with_len<T>(&self, operation: Operation, len: usize, result: T) -> Work<T> {
+    /// Like [`completed_work`](Group::completed_work), for an operation that has `len` elements on this rank.
+    fn completed_work_with_len<T>(&self, operation: Operation, len: usize, result: T) -> Work<T> {
         let (dtype, _) = operation.elements();
         self.record_and_complete(result, || {
             let members = self.dry.as_ref().map_or_else(|| Arc::from([]), |dry| Arc::clone(&dry.members));
@@ -156,7 +156,7 @@ impl Group {
     }
 
     pub(crate) fn issue<T: BufferElement>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        let Some(executor) = &self.executor else { return self.dry_work(operation, buffer) };
+        let Some(executor) = &self.executor else { return self.completed_work(operation, buffer) };
         let ticket = executor.queue.submit(operation, Payload::Vector(buffer.storage));
         Work::queued(ticket, |payload| match payload {
             Payload::Vector(storage) => Buffer::from_storage(storage),
@@ -186,7 +186,7 @@ impl Group {
             }
             let (_, len) = operation.elements();
             let len = totals.map_or(len, |[sent, received]| sent.max(received));
-            return self.dry_work_with_len(operation, len, (input, output));
+            return self.completed_work_with_len(operation, len, (input, output));
         };
         let payload = Payload::Pair { input: input.storage, output: output.storage, lens };
         let ticket = executor.queue.submit(operation, payload);

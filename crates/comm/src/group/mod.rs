@@ -252,7 +252,7 @@ impl Group {
     }
 
     fn unmeasured_costs(&self) -> CostModel {
-        self.options.costs.over(typical_costs(self.arena.is_some()))
+        self.options.costs.apply_to(typical_costs(self.arena.is_some()))
     }
 
     /// Measures the communication costs unless the options switch that off. All ranks of a new world call it before any other operation.

@@ -1,7 +1,7 @@
 use crate::backoff::Backoff;
 use crate::buffer::{CacheLine, Storage};
 use crate::call::Call;
-use crate::control::{TICK, stall, stall_warning};
+use crate::control::{TICK, stall_threshold, stall_warning_threshold};
 use crate::recorder::{Direction, GroupRecorder};
 use crate::transport::link::{Interest, Link};
 use crate::transport::link_transport::{Incoming, Memories, Outgoing, ReceiveError};
@@ -277,7 +277,7 @@ impl MessageEngine {
                 }
                 let (elapsed, peer) = (pending.issued.elapsed(), Rank(peer));
                 let call = call(pending.operation, sequence, pending.issued, self.timeout);
-                if elapsed < stall(self.timeout) {
+                if elapsed < stall_threshold(self.timeout) {
                     continue;
                 }
                 let since = pending.moved.unwrap_or(pending.issued).max(pending.issued);
@@ -285,11 +285,11 @@ impl MessageEngine {
                     self.failed = Some(pending.number);
                     return Err(call.timed_out(Vec::from([peer])));
                 }
-                if pending.asked.is_none_or(|last| last.elapsed() >= stall(self.timeout)) {
+                if pending.asked.is_none_or(|last| last.elapsed() >= stall_threshold(self.timeout)) {
                     pending.asked = Some(self.deadlines_checked_at);
                     self.recorder.request_progress(peer);
                 }
-                if elapsed >= stall_warning(self.timeout) && !pending.has_warned {
+                if elapsed >= stall_warning_threshold(self.timeout) && !pending.has_warned {
                     pending.has_warned = true;
                     self.recorder.report_message_stall(&call, pending.direction, peer, pending.number);
                 }

@@ -110,13 +110,13 @@ impl Diagnosis {
         let reports = &reports[..];
         let groups = group_sequences(reports);
         let has_failed = reports.iter().any(|report| report.occasion == Occasion::Failed);
-        let findings = (0..world_size).map(|rank| find(rank, reports, has_failed)).collect();
+        let findings = (0..world_size).map(|rank| finding_of_rank(rank, reports, has_failed)).collect();
         let disagreement = first_disagreement(&groups, true).or_else(|| first_disagreement(&groups, false));
         Diagnosis { findings, disagreement }
     }
 }
 
-fn find(rank: usize, reports: &[&RankReport], has_failed: bool) -> Finding {
+fn finding_of_rank(rank: usize, reports: &[&RankReport], has_failed: bool) -> Finding {
     let own = reports.iter().copied().find(|report| report.rank == rank);
     let is_outdated = |report: &RankReport| has_failed && report.occasion != Occasion::Failed;
     let told = reports.iter().flat_map(|report| &report.groups).flat_map(|group| &group.heard);

@@ -31,7 +31,7 @@ pub(super) enum Issuer {
 pub(super) struct State {
     pub(super) issuer: Issuer,
     /// Whether the only issuing thread waits for one of this group's operations.
-    pub(super) is_awaited: bool,
+    pub(super) is_issuer_waiting: bool,
     pub(super) line: ProgramLineText,
     pub(super) operations: RecordRing,
     pub(super) messages: RecordRing,
@@ -43,7 +43,7 @@ pub(super) struct State {
     /// By member: the latest time at which it is known to have made progress.
     pub(super) progress: Vec<Option<Instant>>,
     /// By member: whether it must be asked for its progress.
-    pub(super) is_asked: Vec<bool>,
+    pub(super) must_ask: Vec<bool>,
     pub(super) is_dropped: bool,
 }
 
@@ -51,7 +51,7 @@ impl GroupLog {
     pub(super) fn new(name: String, own: Rank, members: Vec<Rank>) -> Self {
         let state = State {
             issuer: Issuer::Unknown,
-            is_awaited: false,
+            is_issuer_waiting: false,
             line: ProgramLineText::EMPTY,
             operations: RecordRing::new(),
             messages: RecordRing::new(),
@@ -60,7 +60,7 @@ impl GroupLog {
             failure: None,
             reported_places: vec![None; members.len()],
             progress: vec![None; members.len()],
-            is_asked: vec![false; members.len()],
+            must_ask: vec![false; members.len()],
             is_dropped: false,
         };
         GroupLog { name, own, members, selection: OnceLock::new(), state: Mutex::new(state) }

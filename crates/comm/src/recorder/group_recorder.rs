@@ -20,7 +20,7 @@ pub(crate) struct Wait<'a> {
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
         if let Some(log) = self.log {
-            log.lock().is_awaited = false;
+            log.lock().is_issuer_waiting = false;
         }
     }
 }
@@ -125,13 +125,13 @@ impl GroupRecorder {
     }
 
     pub(crate) fn request_progress(&self, member: Rank) {
-        self.log.lock().is_asked[member.0] = true;
+        self.log.lock().must_ask[member.0] = true;
     }
 
     /// Returns and clears the members to ask for their progress.
     pub(crate) fn take_progress_requests(&self) -> Vec<Rank> {
         let mut state = self.log.lock();
-        let asked = state.is_asked.iter_mut().enumerate();
+        let asked = state.must_ask.iter_mut().enumerate();
         asked.filter_map(|(member, is_asked)| std::mem::take(is_asked).then_some(Rank(member))).collect()
     }
 
@@ -139,7 +139,7 @@ impl GroupRecorder {
     pub(crate) fn wait(&self) -> Wait<'_> {
         let mut state = self.log.lock();
         let is_issuer = state.issuer == Issuer::One(thread::current().id());
-        state.is_awaited |= is_issuer;
+        state.is_issuer_waiting |= is_issuer;
         Wait { log: is_issuer.then_some(&*self.log) }
     }
 
@@ -150,7 +150,8 @@ impl GroupRecorder {
         let now = Instant::now();
         groups.iter().filter(|group| !Arc::ptr_eq(group, &self.log)).find_map(|group| {
             let state = group.lock();
-            let is_blocked = matches!(issuer, Issuer::One(_)) && state.issuer == issuer && state.is_awaited;
+            let is_blocked =
+                matches!(issuer, Issuer::One(_)) && state.issuer == issuer && state.is_issuer_waiting;
             let records = is_blocked.then(|| state.operations.records())?;
             let record = records.into_iter().find(|record| record.ended.is_none())?;
             let since = record.started.unwrap_or(record.issued.at);
@@ -171,7 +172,7 @@ impl GroupRecorder {
     pub(crate) fn is_deadlocked_with(&self, other: Rank, place: &ReportedPlace) -> bool {
         let issuer = {
             let state = self.log.lock();
-            if !state.is_awaited {
+            if !state.is_issuer_waiting {
                 return false;
             }
             state.issuer

@@ -1,6 +1,6 @@
 //! Accepts connections and runs their handshakes concurrently. Only peers that prove knowledge of the job's key are admitted.
 
-use super::handshake::{HandshakeAcceptor, HandshakeStep, Introduction, Member};
+use super::handshake::{AuthenticatedPeer, HandshakeAcceptor, HandshakeStep, Introduction};
 use super::key::{Key, nonce};
 use super::message::Message;
 use super::refusals::Refusals;
@@ -29,7 +29,7 @@ pub(super) struct Acceptor<'a, I> {
     /// Unauthenticated connections, the oldest first.
     pending_handshakes: VecDeque<PendingHandshake<I>>,
     /// Peers that have authenticated and are not admitted yet.
-    authenticated: VecDeque<(PeerConnection, Member<I>)>,
+    authenticated: VecDeque<(PeerConnection, AuthenticatedPeer<I>)>,
 }
 
 /// A peer that was admitted.
@@ -58,7 +58,7 @@ struct PendingHandshake<I> {
 enum HandshakeProgress<I> {
     /// The handshake message is incomplete, or another one follows.
     InProgress,
-    Member(Member<I>),
+    Authenticated(AuthenticatedPeer<I>),
     Refused(String),
 }
 
@@ -91,7 +91,7 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
                 } else if !connection.send(&Message::Welcome(member.welcome)) {
                     self.refuse(connection, "it is not listening");
                 } else {
-                    let Member { introduction, key, .. } = member;
+                    let AuthenticatedPeer { introduction, key, .. } = member;
                     return Ok(Some(AcceptedPeer { socket: connection.socket, introduction, key }));
                 }
             }
@@ -194,7 +194,7 @@ impl<'a, I: Introduction> Acceptor<'a, I> {
         for mut pending in std::mem::take(&mut self.pending_handshakes) {
             match pending.continue_handshake() {
                 HandshakeProgress::InProgress => self.pending_handshakes.push_back(pending),
-                HandshakeProgress::Member(member) => {
+                HandshakeProgress::Authenticated(member) => {
                     self.authenticated.push_back((pending.connection, member))
                 }
                 HandshakeProgress::Refused(reason) => self.refuse(pending.connection, &reason),
@@ -236,7 +236,7 @@ impl<I: Introduction> PendingHandshake<I> {
                     HandshakeProgress::InProgress
                 }
                 HandshakeStep::Answer(_) => HandshakeProgress::Refused("it is not listening".to_owned()),
-                HandshakeStep::Member(member) => HandshakeProgress::Member(member),
+                HandshakeStep::Authenticated(member) => HandshakeProgress::Authenticated(member),
                 HandshakeStep::Refused(reason) => HandshakeProgress::Refused(reason.to_owned()),
             };
         }

@@ -1,6 +1,6 @@
 use super::key::{Key, TAG_BYTES};
 use super::message::{HEADER_BYTES, Message, receive_bytes};
-use super::wire::{receive_exact, send_all};
+use super::socket_io::{receive_exact, send_all};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 use std::io;

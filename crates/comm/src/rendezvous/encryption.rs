@@ -5,8 +5,8 @@
 //! only the two ends of the TLS session can derive.
 
 use super::key::{Key, TAG_BYTES};
+use super::socket_io::wait_for;
 use super::wait_limit::WaitLimit;
-use super::wire::wait_for;
 use crate::transport::link::{ConnectionSide, Interest, Tls, TlsLink};
 use std::io;
 use std::os::fd::OwnedFd;

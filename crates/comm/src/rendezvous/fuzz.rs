@@ -12,7 +12,7 @@ use trireme_base::Rank;
 
 const WORLD_SIZE: usize = 4;
 
-fn place() -> RankAddress {
+fn rank_address() -> RankAddress {
     RankAddress {
         host: 1 << 100 | 7,
         socket_id: 8,
@@ -21,7 +21,7 @@ fn place() -> RankAddress {
 }
 
 fn hello() -> Hello {
-    Hello::of(&JoinOptions::new(Rank(1), WORLD_SIZE), place())
+    Hello::of(&JoinOptions::new(Rank(1), WORLD_SIZE), rank_address())
 }
 
 fn key() -> Key {
@@ -61,8 +61,11 @@ fn hostile_introductions_of_members_are_read_or_refused() {
 
 #[test]
 fn hostile_messages_are_read_or_refused_within_their_bounds() {
-    let table =
-        Table { session: [77; NONCE_BYTES], tries_shm: true, rank_addresses: vec![place(); WORLD_SIZE] };
+    let table = Table {
+        session: [77; NONCE_BYTES],
+        tries_shm: true,
+        rank_addresses: vec![rank_address(); WORLD_SIZE],
+    };
     let messages = [
         Message::Refused("because".to_owned()),
         Message::Table(table),
@@ -105,7 +108,7 @@ fn is_accepted(messages: [&[u8]; 2], challenge: Nonce) -> bool {
         }
         match handshake.handle(turn) {
             HandshakeStep::Answer(answer) => assert_eq!(answer, Message::Challenge(challenge)),
-            HandshakeStep::Member(_) => return true,
+            HandshakeStep::Authenticated(_) => return true,
             HandshakeStep::Refused(_) => return false,
         }
         assert!(handshake.message_bytes() < 256);

@@ -11,8 +11,8 @@
 
 use super::key::{Key, NONCE_BYTES, Nonce, TAG_BYTES, Tag, nonce};
 use super::message::Message;
+use super::socket_io::{invalid, send_all};
 use super::wait_limit::WaitLimit;
-use super::wire::{invalid, send_all};
 use std::io;
 use std::os::fd::AsFd;
 
@@ -84,12 +84,12 @@ pub(super) struct HandshakeAcceptor<I> {
 pub(super) enum HandshakeStep<I> {
     /// Send this message, and handle the next one.
     Answer(Message),
-    Member(Member<I>),
+    Authenticated(AuthenticatedPeer<I>),
     Refused(&'static str),
 }
 
 /// A peer that has proved that it has the key.
-pub(super) struct Member<I> {
+pub(super) struct AuthenticatedPeer<I> {
     pub(super) introduction: I,
     pub(super) welcome: Tag,
     /// The key of this connection only.
@@ -130,11 +130,13 @@ impl<I: Introduction> HandshakeAcceptor<I> {
         };
         let transcript: [&[u8]; 2] = [&opening, &self.challenge];
         match message.try_into() {
-            Ok(proof) if self.key.verify(CONNECTING, &transcript, proof) => HandshakeStep::Member(Member {
-                introduction,
-                welcome: self.key.tag(ACCEPTING, &transcript),
-                key: self.key.derive(CONNECTION, &transcript),
-            }),
+            Ok(proof) if self.key.verify(CONNECTING, &transcript, proof) => {
+                HandshakeStep::Authenticated(AuthenticatedPeer {
+                    introduction,
+                    welcome: self.key.tag(ACCEPTING, &transcript),
+                    key: self.key.derive(CONNECTION, &transcript),
+                })
+            }
             _ => HandshakeStep::Refused(NO_MEMBER),
         }
     }

@@ -1,7 +1,7 @@
 //! Connections between processes of one host, over abstract sockets, and the exchange of their arenas.
 
+use super::socket_io::{invalid, wait_for};
 use super::wait_limit::WaitLimit;
-use super::wire::{invalid, wait_for};
 use crate::transport::shm::Arena;
 use rustix::event::PollFlags;
 use rustix::io::{Errno, retry_on_intr};

@@ -5,8 +5,8 @@ use super::key::Key;
 use super::local::{check_user, connect_local, receive_arena, send_arena};
 use super::rank_address::RankAddress;
 use super::session::{MemberAcceptor, Session};
+use super::socket_io::{ATTEMPT_MAX, has_hung_up, invalid, sleep_before_retry};
 use super::wait_limit::{AnotherFailed, WaitLimit};
-use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, sleep_before_retry};
 use crate::transport::Purpose;
 use crate::transport::link::{Connection, ConnectionSide, Tls};
 use crate::transport::shm::{Arena, PeerArena};
@@ -62,7 +62,7 @@ pub(crate) struct Listeners {
 }
 
 /// The members to connect, and how.
-pub(super) struct Members<'a> {
+pub(super) struct MeshConfig<'a> {
     /// Index of this rank among the members.
     pub(super) own: Rank,
     pub(super) addresses: &'a [RankAddress],
@@ -79,7 +79,7 @@ pub(super) struct Members<'a> {
     pub(super) sockets_per_peer: usize,
 }
 
-impl Members<'_> {
+impl MeshConfig<'_> {
     fn num_connections(&self, member: usize, purpose: Purpose) -> usize {
         match (self.socket_kinds[member], purpose) {
             _ if member == self.own.0 => 0,
@@ -99,7 +99,7 @@ pub(super) struct Mesh {
 /// Connects to all other members. Stops early if a member is known to have failed: then some members never connect.
 pub(super) fn connect(
     session: &Session<'_>,
-    members: &Members<'_>,
+    members: &MeshConfig<'_>,
     listeners: &Listeners,
     limit: WaitLimit<'_>,
 ) -> io::Result<Mesh> {
@@ -142,7 +142,7 @@ pub(super) fn connect(
 /// A mesh that is being established.
 struct MeshBuilder<'a> {
     session: &'a Session<'a>,
-    members: &'a Members<'a>,
+    members: &'a MeshConfig<'a>,
     limit: WaitLimit<'a>,
     connections_by_purpose: [Vec<Vec<Option<Connection>>>; 3],
     arenas: Vec<Option<PeerArena>>,
@@ -310,7 +310,7 @@ mod tests {
         let session = |rank| Session::new(&Key::of(None), &[1; 32], Rank(rank), 2, &refusals);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let place = RankAddress { host: 0, socket_id: 0, address: listener.local_addr().unwrap() };
-        let members = Members {
+        let members = MeshConfig {
             own: Rank(1),
             addresses: &[place, place],
             socket_kinds: &[SocketKind::Tcp; 2],

@@ -2,8 +2,8 @@
 
 use super::key::{NONCE_BYTES, Nonce, Tag};
 use super::rank_address::{RANK_ADDRESS_WORDS, RankAddress};
+use super::socket_io::{invalid, receive_exact};
 use super::wait_limit::WaitLimit;
-use super::wire::{invalid, receive_exact};
 use crate::words;
 use std::io;
 use std::os::fd::AsFd;
@@ -149,7 +149,7 @@ impl Table {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rendezvous::wire::send_all;
+    use crate::rendezvous::socket_io::send_all;
     use std::io::Write;
     use std::os::unix::net::UnixStream;
     use std::time::{Duration, Instant};

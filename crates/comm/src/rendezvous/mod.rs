@@ -27,8 +27,8 @@ mod fuzz;
 mod handshake;
 mod hello;
 mod interface;
+mod join_context;
 mod join_progress;
-mod joining;
 mod key;
 mod local;
 mod mesh;
@@ -40,10 +40,10 @@ mod refusals;
 mod root_exchange;
 mod root_rendezvous;
 mod session;
+mod socket_io;
 mod split;
 mod split_context;
 mod wait_limit;
-mod wire;
 
 use crate::recorder::{FlightRecorder, Occasion};
 use crate::secret::random_bytes;
@@ -52,16 +52,17 @@ use crate::transport::mpi::MpiProcess;
 use crate::transport::shm::{Arena, area_bytes};
 use crate::transport::{GroupConnections, OwnMemory};
 use crate::{CommError, Group, GroupOptions, JoinOptions, TransportChoice};
+use join_context::{JoinContext, check_secret, look_up};
 use join_progress::JoinProgress;
-use joining::{JoinContext, check_secret, look_up};
 use key::Key;
 use local::LOCAL_CONNECT_MAX;
-use mesh::{Listeners, Members, Mesh, SocketKind, socket_kinds};
+use mesh::{Listeners, Mesh, MeshConfig, SocketKind, socket_kinds};
 use message::Table;
 use rank_address::RankAddress;
 use refusals::Refusals;
 use root_exchange::{Joined, RootExchange};
 use session::Session;
+use socket_io::sleep_if_time;
 pub(crate) use split::split;
 pub(crate) use split_context::SplitContext;
 use std::io;
@@ -72,7 +73,6 @@ use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_schedule::collective::Hosts;
 use wait_limit::{AnotherFailed, WaitLimit};
-use wire::sleep_if_time;
 
 /// Maximum number of ranks in a world. It bounds the tables that ranks exchange.
 const WORLD_SIZE_MAX: usize = 1 << 16;
@@ -316,7 +316,7 @@ impl Connecting<'_> {
     }
 
     fn mesh(&self, routes: &[SocketKind], arena: Option<&Arena>, deadline: Instant) -> io::Result<Mesh> {
-        let members = Members {
+        let members = MeshConfig {
             own: self.options.rank,
             addresses: &self.table.rank_addresses,
             socket_kinds: routes,

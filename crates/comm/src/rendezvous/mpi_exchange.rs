@@ -1,7 +1,7 @@
 //! Exchanges the ranks' addresses in MPI's world over their control connections.
 
+use super::socket_io::{receive_exact, send_all};
 use super::wait_limit::WaitLimit;
-use super::wire::{receive_exact, send_all};
 use crate::transport::Purpose;
 use crate::transport::link::Connection;
 use crate::transport::mpi::{MpiAddress, MpiAddresses, MpiProcess};
@@ -38,7 +38,7 @@ fn exchange_addresses(
         let [process, tag] = words::from_bytes(&bytes).map(u32::try_from);
         match (process, tag) {
             (Ok(process), Ok(tag)) => Ok(MpiAddress { process, tag }),
-            _ => Err(super::wire::invalid("no place in MPI's world")),
+            _ => Err(super::socket_io::invalid("no place in MPI's world")),
         }
     };
     connections.iter().map(|connection| connection.as_ref().map(receive).transpose()).collect()

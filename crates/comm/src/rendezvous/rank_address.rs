@@ -1,6 +1,6 @@
 //! The addresses of a rank.
 
-use super::wire::{ip_to_words, words_to_ip};
+use super::socket_io::{ip_to_words, words_to_ip};
 use std::net::SocketAddr;
 
 pub(super) const RANK_ADDRESS_WORDS: usize = 6;

@@ -3,13 +3,13 @@
 use super::channel::Channel;
 use super::handshake::{HandshakeOutcome, introduce};
 use super::hello::Hello;
-use super::joining::{JoinContext, check_secret, look_up};
+use super::join_context::{JoinContext, check_secret, look_up};
 use super::key::nonce;
 use super::message::{Message, Table};
 use super::ports::listen_at;
 use super::rank_address::RankAddress;
 use super::root_rendezvous::{self, JoinedRank};
-use super::wire::{ATTEMPT_MAX, has_hung_up, invalid, sleep_before_retry, wait_for_any};
+use super::socket_io::{ATTEMPT_MAX, has_hung_up, invalid, sleep_before_retry, wait_for_any};
 use crate::{CommError, JoinOptions, TransportChoice};
 use rustix::event::{PollFd, PollFlags};
 use std::borrow::Cow;
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
 /// Time after which the name of rank 0's host is resolved again.
-const RESOLVED_MAX: Duration = Duration::from_secs(5);
+const RESOLVE_INTERVAL: Duration = Duration::from_secs(5);
 /// Time after which an unanswered introduction is retried.
 const INTRODUCTION_MAX: Duration = Duration::from_secs(30);
 /// How much longer than rank 0 the other ranks wait. So rank 0 times out first, and can report to them why.
@@ -196,7 +196,7 @@ impl JoinContext<'_> {
                 });
             }
             // Rank 0 may have been restarted elsewhere under the same name.
-            if resolved.elapsed() > RESOLVED_MAX
+            if resolved.elapsed() > RESOLVE_INTERVAL
                 && let Ok(found) = look_up(options)
                 && check_secret(options, found.iter().map(SocketAddr::ip)).is_ok()
             {

@@ -3,7 +3,7 @@
 use super::acceptor::Acceptor;
 use super::channel::Channel;
 use super::hello::Hello;
-use super::joining::JoinContext;
+use super::join_context::JoinContext;
 use super::message::Message;
 use super::rank_address::RankAddress;
 use super::refusals::Refusals;

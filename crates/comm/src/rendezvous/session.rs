@@ -132,7 +132,7 @@ impl MemberAcceptor<'_> {
 mod tests {
     use super::*;
     use crate::rendezvous::message::Message;
-    use crate::rendezvous::wire::{receive_exact, send_all};
+    use crate::rendezvous::socket_io::{receive_exact, send_all};
     use crate::{JoinOptions, Secret};
     use std::net::{TcpListener, TcpStream};
     use std::thread;

@@ -2,7 +2,7 @@
 
 use super::key::{NONCE_BYTES, Nonce, nonce};
 use super::local::{self, LOCAL_CONNECT_MAX};
-use super::mesh::{self, Listeners, Members, Mesh, SocketKind};
+use super::mesh::{self, Listeners, Mesh, MeshConfig, SocketKind};
 use super::mpi_exchange;
 use super::ports::listen_at;
 use super::rank_address::{RANK_ADDRESS_WORDS, RankAddress};
@@ -176,7 +176,7 @@ impl Preparation {
     ) -> io::Result<GroupConnections> {
         let infos: Option<Vec<MemberInfo>> =
             membership.ranks.iter().map(|rank| MemberInfo::decode(&infos[rank.0])).collect();
-        let infos = infos.ok_or_else(|| super::wire::invalid("a member's offer is none"))?;
+        let infos = infos.ok_or_else(|| super::socket_io::invalid("a member's offer is none"))?;
         let is_inproc = parent.transport() == TransportKind::Inproc;
         let within = if self.memory.is_some() { SocketKind::Local } else { SocketKind::Tcp };
         // Threads of one process use local sockets, whatever hosts they are assigned to.
@@ -190,7 +190,7 @@ impl Preparation {
             None => place,
         };
         let places: Vec<RankAddress> = infos.iter().map(|offer| seen(offer.address)).collect();
-        let members = Members {
+        let members = MeshConfig {
             own: membership.own,
             addresses: &places,
             socket_kinds: &routes,

@@ -49,7 +49,7 @@ fn check_broadcast<T: Value>(group: &Group) {
     }
 }
 
-fn check_all_gather(group: &Group) {
+fn check_all_gather_bytes(group: &Group) {
     for lengths in [[0, 0, 0, 0], [1, 0, 3, 2], [5, 5, 5, 5], [0, 70_000, 1, 0], [CONTROL_BYTES_MAX, 1, 2, 3]]
     {
         let block = |rank: usize| vec![rank as u8 + 1; lengths[rank]];
@@ -60,7 +60,7 @@ fn check_all_gather(group: &Group) {
 }
 
 #[test]
-fn every_operation_on_every_transport_and_world() {
+fn all_reduce_broadcast_and_all_gather_bytes_on_every_transport() {
     for transport in TRANSPORTS {
         for world_size in 1..=4 {
             on_ranks(transport, world_size, &small_pieces(), |group| {
@@ -77,7 +77,7 @@ fn every_operation_on_every_transport_and_world() {
                 check_broadcast::<f32>(&group);
                 check_broadcast::<Bf16>(&group);
                 check_broadcast::<u8>(&group);
-                check_all_gather(&group);
+                check_all_gather_bytes(&group);
             });
         }
     }
@@ -257,7 +257,7 @@ fn a_world_of_one_needs_no_thread() {
     assert_eq!(group.transport(), TransportKind::Single);
     check_all_reduce::<f32>(&group);
     check_broadcast::<f64>(&group);
-    check_all_gather(&group);
+    check_all_gather_bytes(&group);
     group.barrier().wait().expect("nobody to wait for");
     let work = group.all_reduce(group.buffer::<f32>(3).expect("memory"), ReduceOp::Sum);
     assert!(work.is_done());

@@ -31,14 +31,14 @@ fn report_of_failure(group: &Group) -> RankReport {
     }
 }
 
-fn quick(timeout: Duration) -> GroupOptions {
+fn options_with_timeout(timeout: Duration) -> GroupOptions {
     GroupOptions { timeout, ..small_pieces() }
 }
 
 #[test]
 fn a_timeout_is_reported_by_waiting_and_by_missing_ranks() {
     for transport in TRANSPORTS {
-        let reports = on_ranks(transport, 3, &quick(Duration::from_secs(2)), |group| {
+        let reports = on_ranks(transport, 3, &options_with_timeout(Duration::from_secs(2)), |group| {
             group.set_program_line(format_args!("line {}", 6));
             sum::<f32>(&group, 100).expect("everybody is here");
             group.set_program_line(format_args!("step 2, line 7: REDUCE_GRAD 1"));
@@ -245,7 +245,7 @@ fn groups_of_one_name_without_a_common_rank_are_no_deadlock() {
     let (sender, has_waited) = std::sync::mpsc::channel();
     let has_waited = Mutex::new(has_waited);
     let on_stall = LineListener::new(move |_| sender.send(()).expect("rank 3 listens"));
-    let options = join_options(4, TransportChoice::Tcp, &quick(Duration::from_secs(5)));
+    let options = join_options(4, TransportChoice::Tcp, &options_with_timeout(Duration::from_secs(5)));
     let options: Vec<JoinOptions> = ranks(&options, &[0, 1, 2, 3]);
     std::thread::scope(|scope| {
         for options in &options {
@@ -319,7 +319,7 @@ fn programs_of_a_pipeline_differ_by_design() {
 fn messages_are_reported_with_their_peers() {
     for transport in TRANSPORTS {
         let done = Barrier::new(2);
-        let reports = on_ranks(transport, 2, &quick(Duration::from_secs(2)), |group| {
+        let reports = on_ranks(transport, 2, &options_with_timeout(Duration::from_secs(2)), |group| {
             let peer = Rank(1 - group.rank().0);
             let buffer = || group.buffer::<u8>(5).expect("memory");
             let first = match group.rank() {
@@ -373,7 +373,7 @@ fn groups_have_names_and_report_world_ranks() {
     }
 }
 
-fn recorded(options: &JoinOptions, folder: &Path, on_stall: &LineListener) -> JoinOptions {
+fn with_flight_recorder(options: &JoinOptions, folder: &Path, on_stall: &LineListener) -> JoinOptions {
     let flight_recorder = RecorderOptions {
         folder: Some(folder.to_owned()),
         on_stall: Some(on_stall.clone()),
@@ -390,14 +390,14 @@ fn ranks_write_files_gather_places_and_report_a_stall_once() {
         let lines = Arc::clone(&told);
         let on_stall =
             LineListener::new(move |line| lines.lock().expect("not poisoned").push(line.to_owned()));
-        let options = join_options(3, choice, &quick(Duration::from_secs(2)));
+        let options = join_options(3, choice, &options_with_timeout(Duration::from_secs(2)));
         let options: Vec<JoinOptions> = ranks(&options, &[0, 1, 2]);
         let have_reported = Barrier::new(3);
         let recorders: Vec<_> = std::thread::scope(|scope| {
             let threads: Vec<_> = options
                 .iter()
                 .map(|options| {
-                    let options = recorded(options, folder.path(), &on_stall);
+                    let options = with_flight_recorder(options, folder.path(), &on_stall);
                     let have_reported = &have_reported;
                     scope.spawn(move || {
                         let group = join(&options).expect("joined");

@@ -3,7 +3,7 @@ use super::batch::{Batch, DocumentText};
 use super::decompress::FileCompression;
 use super::inputs::{Format, InputFile, Inputs};
 use super::json_array::{ArrayError, JsonArray};
-use super::records::{Record, RecordError, Records};
+use super::records::{Record, RecordError, RecordParser};
 use super::report::ConvertedFormats;
 use super::surrogates::replace_lone_surrogates;
 use super::text_field::message_without_position;
@@ -102,7 +102,7 @@ impl<'a> CorpusReader<'a> {
 
     /// Whether the first record of any file has answers.
     pub(super) fn begins_with_answers(options: &PrepareOptions, inputs: &Inputs) -> Result<bool, DataError> {
-        let records = Records::new(options);
+        let records = RecordParser::new(options);
         let mut reader = CorpusReader::new(options, inputs, SpaceAtSplit::Keep, true);
         for file in inputs.files.iter().filter(|file| file.format == Format::JsonLines) {
             let Some(mut open) = reader.open_file(file)? else { continue };
@@ -123,7 +123,7 @@ impl<'a> CorpusReader<'a> {
                 self.open = self.open_file(file)?;
                 continue;
             };
-            let bytes_read = open.read_more(Records::new(self.options), &mut self.counts)?;
+            let bytes_read = open.read_more(RecordParser::new(self.options), &mut self.counts)?;
             // Progress is measured in bytes of files, so a compressed file counts only when it is completely read.
             let is_plain = open.file.compression == FileCompression::None;
             self.bytes_read += if is_plain { bytes_read } else { 0 };
@@ -213,7 +213,7 @@ impl OpenFile<'_> {
     }
 
     /// Reads until a piece is available. Returns the number of input bytes consumed.
-    fn read_more(&mut self, records: Records<'_>, counts: &mut ReadCounts) -> Result<u64, DataError> {
+    fn read_more(&mut self, records: RecordParser<'_>, counts: &mut ReadCounts) -> Result<u64, DataError> {
         let mut bytes_read = 0;
         while !self.at_end && !self.has_piece() {
             bytes_read += match self.file.format {
@@ -234,7 +234,7 @@ impl OpenFile<'_> {
         Ok(length as u64)
     }
 
-    fn read_record(&mut self, records: Records<'_>, counts: &mut ReadCounts) -> Result<u64, DataError> {
+    fn read_record(&mut self, records: RecordParser<'_>, counts: &mut ReadCounts) -> Result<u64, DataError> {
         let mut raw = Vec::new();
         let start =
             if self.array.is_some() { self.read_element(&mut raw)? } else { self.read_line(&mut raw)? };
@@ -249,7 +249,7 @@ impl OpenFile<'_> {
             InvalidUtf8::Replace => replace_lone_surrogates(object, &mut counts.num_replaced),
             InvalidUtf8::Refuse => object.into(),
         };
-        let record = records.read(&object, &mut counts.converted_formats);
+        let record = records.parse(&object, &mut counts.converted_formats);
         match record.map_err(|error| self.record_error(error, records.field))? {
             Record::Text(text) if text.is_empty() => counts.num_empty += 1,
             Record::WithAnswers(ConversationDocuments { documents, .. })

@@ -31,7 +31,7 @@ pub(super) enum RecordError {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Records<'a> {
+pub(super) struct RecordParser<'a> {
     /// Name of the field that contains the text.
     pub(super) field: &'a str,
     pub(super) template: Option<&'a ChatTemplate>,
@@ -39,16 +39,16 @@ pub(super) struct Records<'a> {
     pub(super) invalid_utf8: InvalidUtf8,
 }
 
-impl<'a> Records<'a> {
+impl<'a> RecordParser<'a> {
     pub(super) fn new(options: &'a PrepareOptions) -> Self {
         let PrepareOptions { field, chat_template, invalid_utf8, .. } = options;
-        Records { field, template: chat_template.as_ref(), invalid_utf8: *invalid_utf8 }
+        RecordParser { field, template: chat_template.as_ref(), invalid_utf8: *invalid_utf8 }
     }
 
     /// Parses a record. Known forms are: an object with the text field; `messages` with roles and contents; a `prompt`
     /// with a `completion`, both strings or both lists of messages; and records of ShareGPT and Alpaca, which are
     /// counted in `converted_formats`.
-    pub(super) fn read(
+    pub(super) fn parse(
         self,
         line: &str,
         converted_formats: &mut ConvertedFormats,
@@ -131,13 +131,13 @@ impl<'a> Records<'a> {
 mod tests {
     use super::*;
 
-    fn with_template(template: &ChatTemplate) -> Records<'_> {
-        Records { field: "text", template: Some(template), invalid_utf8: InvalidUtf8::Replace }
+    fn with_template(template: &ChatTemplate) -> RecordParser<'_> {
+        RecordParser { field: "text", template: Some(template), invalid_utf8: InvalidUtf8::Replace }
     }
 
     fn read(line: &str) -> Result<Record, RecordError> {
         let template = ChatTemplate::chatml();
-        with_template(&template).read(line, &mut ConvertedFormats::default())
+        with_template(&template).parse(line, &mut ConvertedFormats::default())
     }
 
     #[test]
@@ -165,7 +165,7 @@ mod tests {
     fn records_of_share_gpt_and_alpaca_are_conversations() {
         let forms = &mut ConvertedFormats::default();
         let template = ChatTemplate::chatml();
-        let mut read = |line: &str| with_template(&template).read(line, forms).unwrap();
+        let mut read = |line: &str| with_template(&template).parse(line, forms).unwrap();
         let messages = r#"[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]"#;
         let plain = read(&format!(r#"{{"messages": {messages}}}"#));
         let turns = r#"[{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]"#;
@@ -185,9 +185,9 @@ mod tests {
             matches!(read(r#"{"prompt": "a"}"#), Err(RecordError::Field(found)) if found.contains("prompt"))
         );
         assert!(matches!(read(r#"{"context": "a", "choices": []}"#), Err(RecordError::Question)));
-        let bare = Records { field: "text", template: None, invalid_utf8: InvalidUtf8::Replace };
+        let bare = RecordParser { field: "text", template: None, invalid_utf8: InvalidUtf8::Replace };
         let forms = &mut ConvertedFormats::default();
-        assert!(matches!(bare.read(r#"{"messages": []}"#, forms), Err(RecordError::NoTemplate)));
+        assert!(matches!(bare.parse(r#"{"messages": []}"#, forms), Err(RecordError::NoTemplate)));
         for (line, reason) in [
             (r#"{"messages": [{"content": "a"}]}"#, "message 1 has no `role`"),
             (r#"{"messages": [{"role": "user", "text": "a"}]}"#, "message 1 has no `content`"),

@@ -228,7 +228,7 @@ mod tests {
 
     /// Documents must stay complete, because a model learns from the ends of conversations how to end its answers.
     #[test]
-    fn few_documents_of_one_length_are_not_all_cut() {
+    fn at_most_one_of_few_equal_documents_is_split() {
         let documents: Vec<Vec<u32>> = (0..15).map(|document| vec![document; 100]).collect();
         let [train, validation] = split_documents(&documents, 0.05);
         assert_eq!(train.iter().filter(|document| document.len() == 100).count(), 14);

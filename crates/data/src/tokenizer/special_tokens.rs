@@ -11,7 +11,7 @@ use tokenizers::pre_tokenizers::metaspace::PrependScheme;
 impl HuggingFace {
     /// Returns a tokenizer that encodes names of special tokens as plain text. It is either for the beginning of a text
     /// or for a later part of one.
-    fn literal(&self, is_beginning: bool) -> &tokenizers::Tokenizer {
+    fn literal_tokenizer(&self, is_beginning: bool) -> &tokenizers::Tokenizer {
         let [of_beginning, of_later_part] = &self.literal_tokenizers;
         let tokenizer = if is_beginning { of_beginning } else { of_later_part };
         tokenizer.get_or_init(|| {
@@ -99,8 +99,9 @@ impl Tokenizer {
             if stretch.clone().any(is_special) {
                 let from = start.checked_sub(1).map_or(0, |before| spans[before].end);
                 let to = end.map_or(text.len(), |end| spans[end].start);
-                let encoding = catch_panic(|| inner.literal(from == 0).encode(&text[from..to], false))
-                    .map_err(|source| DataError::Encode { text_bytes: to - from, source })?;
+                let encoding =
+                    catch_panic(|| inner.literal_tokenizer(from == 0).encode(&text[from..to], false))
+                        .map_err(|source| DataError::Encode { text_bytes: to - from, source })?;
                 out.extend_from_slice(encoding.get_ids());
                 offsets.extend(encoding.get_offsets().iter().map(|&(start, end)| from + start..from + end));
             } else {

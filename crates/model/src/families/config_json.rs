@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_config_of_python_is_read_and_kept() {
+    fn infinity_and_a_byte_order_mark_are_accepted() {
         let text = GPT2.replace("null", "null,\"time_step_limit\":[0.0,Infinity]");
         let config = ModelConfig::from_json(&format!("\u{feff}{text}")).unwrap();
         assert_eq!(config, ModelConfig::from_json(GPT2).unwrap());

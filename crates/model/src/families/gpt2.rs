@@ -135,7 +135,7 @@ fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>, mut table: Par
         table.begin_unit(&name);
         let (head, identity) = (config.head_dim, InputActivation::Identity);
         let qkv = AxisSplit::along(1).with_groups(3).with_granule(head);
-        let activation = InputActivation::Of(config.activation);
+        let activation = InputActivation::Elementwise(config.activation);
         let residual_projection = |table: &mut ParameterTable, name: String, inputs, granule, activation| {
             let dropout = dropout(config, &name);
             ResidualProjection::new(row_parallel(table, name, inputs, granule, activation), dropout)

@@ -16,7 +16,7 @@ impl Rule for UnfactoredAdafactor {
     }
 
     fn update(&self, member: &UpdatedParameter, step: &UnitStep<'_>) -> Update {
-        Update::AdafactorVector(rms_step(self.0, member, step))
+        Update::AdafactorVector(adafactor_step(self.0, member, step))
     }
 
     fn num_sums(&self) -> [usize; 2] {
@@ -26,7 +26,7 @@ impl Rule for UnfactoredAdafactor {
     fn sums_pass(&self, phase: usize, member: &UpdatedParameter, step: &UnitStep<'_>) -> Update {
         match phase {
             0 => Update::Norms { grad_scale: step.grad_scale() },
-            _ => Update::AdafactorVectorMoment(rms_step(self.0, member, step)),
+            _ => Update::AdafactorVectorMoment(adafactor_step(self.0, member, step)),
         }
     }
 
@@ -35,12 +35,12 @@ impl Rule for UnfactoredAdafactor {
     }
 
     fn scale(&self, member: &UpdatedParameter, step: &UnitStep<'_>) -> StepScale {
-        scale(self.0, member, step)
+        adafactor_scale(self.0, member, step)
     }
 }
 
-/// Returns the scale of a member's update. The scale includes the learning rate, because [`rms_step`] uses a learning rate of 1.
-pub(crate) fn scale(
+/// Returns the scale of a member's update. The scale includes the learning rate, because [`adafactor_step`] uses a learning rate of 1.
+pub(crate) fn adafactor_scale(
     settings: OptimizerSettings,
     member: &UpdatedParameter,
     step: &UnitStep<'_>,
@@ -52,7 +52,7 @@ pub(crate) fn scale(
 }
 
 /// Returns the scalars of a member's update, except the learning rate.
-pub(crate) fn rms_step(
+pub(crate) fn adafactor_step(
     settings: OptimizerSettings,
     member: &UpdatedParameter,
     step: &UnitStep<'_>,

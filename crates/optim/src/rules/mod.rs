@@ -25,7 +25,7 @@ use lars::Lars;
 use lion::Lion;
 use sgd::Sgd;
 
-pub(crate) use adafactor::{rms_step, scale as adafactor_scale};
+pub(crate) use adafactor::{adafactor_scale, adafactor_step};
 pub(crate) use adam::CompressedAdam;
 pub(crate) use rule::{Rule, StateSpec};
 pub(crate) use sign::Sign;

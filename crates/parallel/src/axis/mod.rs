@@ -299,7 +299,7 @@ mod tests {
     use trireme_testkit::run_ranks;
 
     #[test]
-    fn terms_and_temporary_results_are_not_copied() {
+    fn partial_sums_and_temporary_results_are_not_copied() {
         run_ranks(2, |group| {
             let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
             let axis = GroupAxis::new(&Arc::new(group), &device);

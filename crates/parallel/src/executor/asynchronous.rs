@@ -60,7 +60,7 @@ impl Executor {
             known_norm = Some(norm);
             if let GradNorm::Clip(_) = plan.grad_norm {
                 // In the first steps of a run, there is no earlier global norm, and the rank clips by its own.
-                let earlier = updates.norms.next(norm * norm, &mut waiting)?;
+                let earlier = updates.norms.advance(norm * norm, &mut waiting)?;
                 known_norm = earlier.or(known_norm);
             }
         }

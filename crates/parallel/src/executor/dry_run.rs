@@ -125,7 +125,7 @@ impl Executor {
     /// Evaluates one batch of each size that any rank reads in a validation, because the dry run of one rank stands for all ranks of its
     /// pipeline stage.
     fn validate_dry(&mut self, batches: ValidationBatches) -> Result<()> {
-        self.validation_reports(&batches)?;
+        self.allocate_validation_reports(&batches)?;
         let sizes = (0..batches.num_batches()).map(|index| Some(batches.batch(index).1));
         // Some rounds of this rank have no batch, if none is left.
         let own = batches.rounds(&self.ranks).map(|round| round.batch.map(|index| batches.batch(index).1));

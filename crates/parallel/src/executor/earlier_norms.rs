@@ -31,7 +31,7 @@ impl EarlierNorms {
 
     /// Starts to sum the squared norm of the current step over the pipeline. `own` is this rank's contribution. Returns the norm from `lag`
     /// steps ago, or `None` if there was no such step.
-    pub(super) fn next(&mut self, own: f64, waiting: &mut WaitTracker) -> Result<Option<f64>> {
+    pub(super) fn advance(&mut self, own: f64, waiting: &mut WaitTracker) -> Result<Option<f64>> {
         let mut square = match self.spare.pop() {
             Some(square) => square,
             None => self.group.buffer(1)?,

@@ -93,7 +93,7 @@ impl ParameterHasher<'_> {
                 let first = info.offset + chunk.start - part.start;
                 let bits = device.read::<u32>(values.part(first, [chunk.len()].into()));
                 for (first, run) in info.runs(chunk.clone()) {
-                    let sum = sum(first, &bits[run.start - chunk.start..run.end - chunk.start]);
+                    let sum = hash_run(first, &bits[run.start - chunk.start..run.end - chunk.start]);
                     hashes[index] = hashes[index].wrapping_add(sum);
                 }
             }
@@ -115,14 +115,14 @@ pub(crate) fn sum_over_ranks(group: &Group, hashes: &mut [u64]) -> Result<()> {
 }
 
 /// Returns the sum of the hashes of adjacent elements of a tensor, whose positions start at `first`.
-fn sum(first: usize, bits: &[u32]) -> u64 {
+fn hash_run(first: usize, bits: &[u32]) -> u64 {
     let places = first as u64..;
-    bits.iter().zip(places).fold(0, |sum, (&bits, place)| sum.wrapping_add(element(place, bits)))
+    bits.iter().zip(places).fold(0, |sum, (&bits, place)| sum.wrapping_add(hash_element(place, bits)))
 }
 
 /// Returns the hash of an element: SplitMix64's finalizer (Steele et al., "Fast splittable pseudorandom number generators", 2014) of its
 /// position and its bits.
-fn element(place: u64, bits: u32) -> u64 {
+fn hash_element(place: u64, bits: u32) -> u64 {
     // Without the constant, the hash of zero bits at position 0 would be 0.
     let word = (place.rotate_left(32) ^ u64::from(bits)).wrapping_add(0x9e37_79b9_7f4a_7c15);
     let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -146,9 +146,9 @@ mod tests {
             ends.sort_unstable();
             // The last part comes first: order does not matter.
             let starts = std::iter::once(&0).chain(&ends);
-            let parts: Vec<_> = starts.zip(&ends).map(|(&start, &end)| sum(start, &bits[start..end])).collect();
+            let parts: Vec<_> = starts.zip(&ends).map(|(&start, &end)| hash_run(start, &bits[start..end])).collect();
             let combined = parts.iter().rev().fold(0_u64, |sum, part| sum.wrapping_add(*part));
-            prop_assert_eq!(combined, sum(0, &bits));
+            prop_assert_eq!(combined, hash_run(0, &bits));
         }
 
         #[test]
@@ -160,10 +160,10 @@ mod tests {
             let place = place.index(bits.len() - 1);
             let mut flipped = bits.clone();
             flipped[place] ^= 1_u32 << bit;
-            prop_assert_ne!(sum(0, &flipped), sum(0, &bits));
+            prop_assert_ne!(hash_run(0, &flipped), hash_run(0, &bits));
             let mut exchanged = bits.clone();
             exchanged.swap(place, place + 1);
-            prop_assert_eq!(sum(0, &exchanged) == sum(0, &bits), exchanged == bits);
+            prop_assert_eq!(hash_run(0, &exchanged) == hash_run(0, &bits), exchanged == bits);
         }
     }
 }

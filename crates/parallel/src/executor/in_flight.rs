@@ -43,7 +43,7 @@ pub(super) struct InFlight {
     /// For each microbatch and tensor of the batch: the number of units on this rank that will still read it.
     pub(super) num_readers: Vec<usize>,
     /// The kept passes, by unit and then by microbatch.
-    pub(super) passes: Vec<Option<Kept>>,
+    pub(super) kept: Vec<Option<Kept>>,
     /// Tapes for reuse, so that steps do not allocate.
     pub(super) spare_tapes: Vec<Tape>,
 }
@@ -60,7 +60,7 @@ impl InFlight {
             between_units: [none(), none()],
             batches: (0..num_microbatches).map(|_| Batch::new()).collect(),
             num_readers: vec![0; num_microbatches * profile.batch.len()],
-            passes: (0..num_units * num_microbatches).map(|_| None).collect(),
+            kept: (0..num_units * num_microbatches).map(|_| None).collect(),
             spare_tapes: Vec::with_capacity(num_units * num_microbatches),
         }
     }
@@ -125,8 +125,8 @@ impl InFlight {
         &mut self.between_units[kind as usize][microbatch]
     }
 
-    pub(super) fn pass(&mut self, unit: usize, microbatch: usize) -> &mut Option<Kept> {
-        &mut self.passes[unit * self.num_microbatches + microbatch]
+    pub(super) fn kept_slot(&mut self, unit: usize, microbatch: usize) -> &mut Option<Kept> {
+        &mut self.kept[unit * self.num_microbatches + microbatch]
     }
 }
 

@@ -126,7 +126,7 @@ impl Executor {
     /// canonical order.
     pub fn global_microbatch(&self, index: usize) -> usize {
         let place = report_index(&self.program.header, &self.ranks, self.ranks.data().rank(), index);
-        place / self.ranks.context_place().degree()
+        place / self.ranks.context_rank().degree()
     }
 
     /// Runs the program once: a training step over this rank's microbatches, taken from `batches` in order. The program must have one step.

@@ -30,7 +30,7 @@ impl Executor {
             for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
                 if self.offload.stores.moves(class) {
                     let mut num_bytes = 0;
-                    self.with_memory(unit_state_key(class, unit), &mut |part| num_bytes += part.num_bytes());
+                    self.visit_memory(unit_state_key(class, unit), &mut |part| num_bytes += part.num_bytes());
                     self.offload.stores.declare_size(unit_state_key(class, unit), num_bytes);
                 }
             }
@@ -60,7 +60,7 @@ impl Executor {
     }
 
     /// Calls `visit` for all memory of a state.
-    fn with_memory(&mut self, state: StateKey, visit: &mut dyn FnMut(&mut dyn Movable)) {
+    fn visit_memory(&mut self, state: StateKey, visit: &mut dyn FnMut(&mut dyn Movable)) {
         let StateKey { class, unit, microbatch } = state;
         match class {
             StateClass::Optimizer => {
@@ -73,7 +73,7 @@ impl Executor {
             }
             StateClass::Parameters => visit(self.parameters.memory(unit).expect("shards lie apart")),
             StateClass::Gradients => visit(self.gradients.memory(unit)),
-            StateClass::Activations => match self.passes.in_flight.pass(unit, microbatch) {
+            StateClass::Activations => match self.passes.in_flight.kept_slot(unit, microbatch) {
                 Some(Kept::Recorded(pass)) => pass.for_each_tensor(|tensor| visit(tensor)),
                 Some(Kept::Input(inputs)) => inputs.values_mut().for_each(|tensor| visit(tensor)),
                 Some(Kept::InputHalfDone(_)) | None => {
@@ -107,20 +107,20 @@ impl Executor {
     }
 
     fn evict_as(&mut self, state: StateKey, has_changed: bool) -> Result<()> {
-        self.with_offloaded(state, |offloaded, memory| offloaded.evict(state, has_changed, memory))
+        self.with_stores(state, |offloaded, memory| offloaded.evict(state, has_changed, memory))
     }
 
     fn restore(&mut self, state: StateKey) -> Result<()> {
-        self.with_offloaded(state, |offloaded, memory| offloaded.restore(state, memory))
+        self.with_stores(state, |offloaded, memory| offloaded.restore(state, memory))
     }
 
-    fn with_offloaded(
+    fn with_stores(
         &mut self,
         state: StateKey,
         operation: impl FnOnce(&mut OffloadStores, VisitMemory<'_>) -> Result<()>,
     ) -> Result<()> {
         let mut offloaded = std::mem::take(&mut self.offload.stores);
-        let result = operation(&mut offloaded, &mut |visit| self.with_memory(state, visit));
+        let result = operation(&mut offloaded, &mut |visit| self.visit_memory(state, visit));
         self.offload.stores = offloaded;
         result
     }
@@ -191,7 +191,7 @@ impl Executor {
                 self.reallocate(class, unit)?;
                 let state = &self.program.header.state;
                 let device = self.offload.options.device_of(state, class, &self.device).clone();
-                self.with_memory(unit_state_key(class, unit), &mut |part| device.zero(part.view_mut()));
+                self.visit_memory(unit_state_key(class, unit), &mut |part| device.zero(part.view_mut()));
                 self.evict_state(class, unit, true)?;
             }
         }
@@ -201,12 +201,12 @@ impl Executor {
 
     /// Frees the memory of a unit's state. Its contents are lost.
     pub(super) fn release(&mut self, class: StateClass, unit: usize) {
-        self.with_memory(unit_state_key(class, unit), &mut |part| part.release());
+        self.visit_memory(unit_state_key(class, unit), &mut |part| part.release());
     }
 
     /// Allocates the memory of a unit's state again, with unspecified contents.
     pub(super) fn reallocate(&mut self, class: StateClass, unit: usize) -> Result<()> {
-        try_each(&mut |visit| self.with_memory(unit_state_key(class, unit), visit), |part| part.restore())
+        try_each(&mut |visit| self.visit_memory(unit_state_key(class, unit), visit), |part| part.reallocate())
     }
 
     /// Describes the access to disks for users: one line for each file.

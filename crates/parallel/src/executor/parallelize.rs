@@ -15,7 +15,7 @@ use crate::step::{ExecutorOptions, ZeroPlusPlus};
 use std::sync::Arc;
 use trireme_model::{Model, ModelProfile};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, OptimizerOptions};
-use trireme_schedule::lowering::lay_out;
+use trireme_schedule::lowering::apply_layout;
 use trireme_schedule::{Program, ProgramHeader, StateClass, single, validate};
 use trireme_tensor::{Category, Device};
 
@@ -41,7 +41,7 @@ pub struct ExecutorSetup<'a> {
 
 /// Returns the program that runs units without training. It has been validated.
 pub(super) fn forward_program(training: &ProgramHeader) -> Result<Program> {
-    let program = lay_out(single::forward_only(training), training.state.forward_only());
+    let program = apply_layout(single::forward_only(training), training.state.forward_only());
     validate(&program, 1)?;
     Ok(program)
 }
@@ -91,7 +91,7 @@ impl Executor {
         let parts = placements.parts(table, ranks.world().rank());
         let squares = SquaredNorms::new(table, &ranks, device, optimizer)?;
         let optimizer_device = offload.device_of(&state, StateClass::Optimizer, device).clone();
-        let is_moved = state.moves(StateClass::Optimizer);
+        let is_moved = state.is_fetched(StateClass::Optimizer);
         let make = if is_moved { Optimizer::without_memory } else { Optimizer::new };
         let stepped = if state.is_trained() { parts.clone() } else { vec![0..0; parts.len()] };
         let optimizer = make(optimizer, table, &stepped, &optimizer_device)?;
@@ -161,7 +161,7 @@ fn split_groups(
 ) -> Result<(Arc<RankGrid>, Option<AsynchronousUpdates>)> {
     let (state, num_shards) = (&header.state, ranks.shards().world_size());
     assert!(num_shards == 1 || state.has_shards(), "{num_shards} shards of no state");
-    assert_eq!(model.table().model_rank(), ranks.model_place(), "the model's parts are those of this rank");
+    assert_eq!(model.table().model_rank(), ranks.model_rank(), "the model's parts are those of this rank");
     if state.is_sharded(StateClass::Parameters)
         && num_shards > 1
         && options.zero_plus_plus != ZeroPlusPlus::NONE

@@ -59,7 +59,7 @@ impl Executor {
                 (keep == Keep::Input).then_some(Kept::Input(inputs))
             }
         };
-        *self.passes.in_flight.pass(unit, microbatch) = kept;
+        *self.passes.in_flight.kept_slot(unit, microbatch) = kept;
         Ok(())
     }
 
@@ -94,12 +94,12 @@ impl Executor {
 
     /// Recomputes the activations that forward did not keep.
     pub(super) fn recompute(&mut self, unit: usize, microbatch: usize) -> Result<()> {
-        let inputs = match self.passes.in_flight.pass(unit, microbatch).take() {
+        let inputs = match self.passes.in_flight.kept_slot(unit, microbatch).take() {
             Some(Kept::Recorded(mut pass)) => {
                 let parameters =
                     PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
                 pass.recompute(&parameters, &mut self.passes.in_flight.batches[microbatch])?;
-                *self.passes.in_flight.pass(unit, microbatch) = Some(Kept::Recorded(pass));
+                *self.passes.in_flight.kept_slot(unit, microbatch) = Some(Kept::Recorded(pass));
                 return Ok(());
             }
             Some(Kept::Input(inputs)) => inputs,
@@ -109,7 +109,7 @@ impl Executor {
             None => self.passes.in_flight.take(MessageKind::Activation, microbatch),
         };
         let pass = self.record(unit, microbatch, inputs)?;
-        *self.passes.in_flight.pass(unit, microbatch) = Some(Kept::Recorded(pass));
+        *self.passes.in_flight.kept_slot(unit, microbatch) = Some(Kept::Recorded(pass));
         Ok(())
     }
 
@@ -119,7 +119,7 @@ impl Executor {
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
         let batch = &mut self.passes.in_flight.batches[microbatch];
         pass.backward(&parameters, grads, batch, &mut self.gradients)?;
-        self.pass_grad_on(&mut pass, unit, microbatch)?;
+        self.store_input_grads(&mut pass, unit, microbatch)?;
         self.end_backward(pass, unit, microbatch);
         Ok(())
     }
@@ -130,14 +130,15 @@ impl Executor {
         let (mut pass, grads) = self.begin_backward(unit, microbatch);
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
         pass.backward_input(&parameters, grads, &mut self.passes.in_flight.batches[microbatch])?;
-        self.pass_grad_on(&mut pass, unit, microbatch)?;
-        *self.passes.in_flight.pass(unit, microbatch) = Some(Kept::InputHalfDone(pass));
+        self.store_input_grads(&mut pass, unit, microbatch)?;
+        *self.passes.in_flight.kept_slot(unit, microbatch) = Some(Kept::InputHalfDone(pass));
         Ok(())
     }
 
     pub(super) fn backward_weight(&mut self, unit: usize, microbatch: usize) -> Result<()> {
         self.gradients.prepare(unit, microbatch)?;
-        let Some(Kept::InputHalfDone(mut pass)) = self.passes.in_flight.pass(unit, microbatch).take() else {
+        let Some(Kept::InputHalfDone(mut pass)) = self.passes.in_flight.kept_slot(unit, microbatch).take()
+        else {
             unreachable!("the input half has run");
         };
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
@@ -154,7 +155,7 @@ impl Executor {
     fn begin_backward(&mut self, unit: usize, microbatch: usize) -> (UnitPass, Bundle<Tensor>) {
         let is_last = unit + 1 == self.program.header.chain.num_units;
         let in_flight = &mut self.passes.in_flight;
-        let Some(Kept::Recorded(pass)) = in_flight.pass(unit, microbatch).take() else {
+        let Some(Kept::Recorded(pass)) = in_flight.kept_slot(unit, microbatch).take() else {
             unreachable!("forward or a recomputation has recorded a pass");
         };
         // Frees the outputs of a recomputation: the next unit no longer needs them.
@@ -164,7 +165,7 @@ impl Executor {
     }
 
     /// Passes the gradients of a unit's inputs to the previous unit, and records the unit's loss.
-    fn pass_grad_on(&mut self, pass: &mut UnitPass, unit: usize, microbatch: usize) -> Result<()> {
+    fn store_input_grads(&mut self, pass: &mut UnitPass, unit: usize, microbatch: usize) -> Result<()> {
         *self.passes.in_flight.between_units_slot(MessageKind::Gradient, microbatch) =
             Some(pass.take_input_grads()?);
         if let Some(loss) = pass.loss() {
@@ -185,7 +186,7 @@ impl Executor {
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn validation_reports(&mut self, batches: &ValidationBatches) -> Result<Buffer<f64>> {
+    pub fn allocate_validation_reports(&mut self, batches: &ValidationBatches) -> Result<Buffer<f64>> {
         let len = batches.num_batches() * 2 * self.profile.reports().count();
         let group = self.ranks.world();
         let counted = CountedMemory::new(&self.device);

@@ -148,7 +148,7 @@ impl Executor {
 
     /// Calls `visit` for each allocation that moves with a unit: the weights that this rank updates, and the optimizer's state. They must
     /// be [in memory](Executor::fetch_state).
-    fn with_unit(&mut self, unit: usize, mut visit: impl FnMut(&Device, ViewMut<'_>)) {
+    fn visit_moving_memory(&mut self, unit: usize, mut visit: impl FnMut(&Device, ViewMut<'_>)) {
         let device = self.shard_device().clone();
         visit(&device, self.parameters.shard_mut(unit));
         let Optimization { optimizer, device, .. } = &mut self.optimization;
@@ -158,7 +158,7 @@ impl Executor {
     /// Allocates a message for all memory that moves with a unit, and counts it.
     fn unit_message(&mut self, unit: usize) -> Result<(Buffer<u8>, CountedMemory)> {
         let (mut num_bytes, counted) = (0, CountedMemory::new(&self.device));
-        self.with_unit(unit, |_, part| num_bytes += part.num_bytes());
+        self.visit_moving_memory(unit, |_, part| num_bytes += part.num_bytes());
         counted.charge(Category::Communication, num_bytes)?;
         Ok((self.ranks.pipeline().buffer(num_bytes)?, counted))
     }
@@ -166,7 +166,7 @@ impl Executor {
     fn send_unit(&mut self, unit: usize, to: usize) -> Result<()> {
         let (mut message, _counted) = self.unit_message(unit)?;
         let mut rest = &mut message[..];
-        self.with_unit(unit, |device, part| {
+        self.visit_moving_memory(unit, |device, part| {
             let (own, others) = std::mem::take(&mut rest).split_at_mut(part.num_bytes());
             device.download(part.as_view(), own);
             rest = others;
@@ -179,7 +179,7 @@ impl Executor {
         let (message, _counted) = self.unit_message(unit)?;
         let message = self.ranks.pipeline().receive(message, Rank(from)).wait()?;
         let mut rest = &message[..];
-        self.with_unit(unit, |device, part| {
+        self.visit_moving_memory(unit, |device, part| {
             let (own, others) = rest.split_at(part.num_bytes());
             device.upload(own, part);
             rest = others;

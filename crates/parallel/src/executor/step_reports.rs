@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use trireme_base::{DType, Rank};
 use trireme_comm::Group;
-use trireme_model::{ModelProfile, Report};
+use trireme_model::{MeanReport, ModelProfile};
 use trireme_schedule::{ProgramHeader, StateClass};
 use trireme_tensor::Device;
 use trireme_tensor::tape::{PendingMean, RowMean};
@@ -27,7 +27,7 @@ pub(super) fn report_index(header: &ProgramHeader, ranks: &RankGrid, rank: Rank,
         let (replica, shard) = (rank.0 / num_shards, rank.0 % num_shards);
         (replica * num_microbatches + index) * num_shards + shard
     } else {
-        let context = ranks.context_place().degree();
+        let context = ranks.context_rank().degree();
         (rank.0 / context * num_microbatches + index) * context + rank.0 % context
     };
     step * num_microbatches * ranks.data().world_size() + within
@@ -63,17 +63,17 @@ pub(super) struct StepReports {
 /// The reports of one unit for one loss or metric.
 struct ReportedMean {
     unit: usize,
-    report: Report,
+    report: MeanReport,
     /// Index of the first sum within a rank's reports. There is a sum for each microbatch; for a metric, the number of rows follows each
     /// sum.
     first: usize,
     /// For each microbatch of all ranks, in the global order: the index of its sum within the reports of all ranks. The sum is read from a
     /// rank that runs the unit.
-    order: Vec<usize>,
+    sum_indices: Vec<usize>,
 }
 
 /// Returns how many values a report has for each microbatch. A loss has a fixed number of rows, so it needs only the sum.
-fn width(report: Report) -> usize {
+fn width(report: MeanReport) -> usize {
     if report.metric.is_none() { 1 } else { 2 }
 }
 
@@ -88,11 +88,11 @@ impl StepReports {
         let (world, num_microbatches) = (Arc::clone(ranks.world()), header.num_microbatches);
         let (data_degree, tensor_degree) = (ranks.data().world_size(), ranks.tensor().world_size());
         let num_all = data_degree * num_microbatches;
-        let numbers = |reports: &mut dyn Iterator<Item = (usize, Report)>| {
+        let numbers = |reports: &mut dyn Iterator<Item = (usize, MeanReport)>| {
             reports.map(|(_, report)| width(report)).sum::<usize>() * num_microbatches
         };
         let len = numbers(&mut profile.reports()) + 1;
-        let term = |(index, (unit, report)): (usize, (usize, Report))| {
+        let term = |(index, (unit, report)): (usize, (usize, MeanReport))| {
             let first = numbers(&mut profile.reports().take(index));
             let mut order = vec![0; num_all];
             for place in 0..num_all {
@@ -102,7 +102,7 @@ impl StepReports {
                 order[report_index(header, ranks, rank, microbatch)] =
                     holder * len + first + microbatch * width(report);
             }
-            ReportedMean { unit, report, first, order }
+            ReportedMean { unit, report, first, sum_indices: order }
         };
         let terms: Vec<ReportedMean> = profile.reports().enumerate().map(term).collect();
         let is_loss = |term: &&ReportedMean| term.report.metric.is_none() && header.holds(term.unit);
@@ -201,7 +201,7 @@ impl StepReports {
         self.requested = of_ranks.fold(0, |all, of_rank| all | of_rank[of_rank.len() - 1] as u32);
         self.losses.fill(0.0);
         self.metrics.fill(RowMean::default());
-        for ReportedMean { report, order, .. } in &self.reported_means {
+        for ReportedMean { report, sum_indices: order, .. } in &self.reported_means {
             let place = |name| self.metric_names.iter().position(|&own| own == name);
             let metric = report.metric.map(|name| place(name).expect("its name is known"));
             for (step, places) in order.chunks_exact(order.len() / self.num_steps).enumerate() {

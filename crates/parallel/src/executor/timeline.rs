@@ -18,7 +18,7 @@ pub struct ActionTime {
 
 /// The times of the actions of the current or last step, in program order. An action costs two readings of the clock, and no memory.
 pub(super) struct Timeline {
-    now: Instant,
+    issued: Instant,
     start: Instant,
     /// Operations in matrix products since the start of the step.
     product_operations: u64,
@@ -28,13 +28,13 @@ pub(super) struct Timeline {
 impl Timeline {
     pub(super) fn new(num_actions: usize) -> Self {
         let now = Instant::now();
-        Timeline { now, start: now, product_operations: 0, actions: Vec::with_capacity(num_actions) }
+        Timeline { issued: now, start: now, product_operations: 0, actions: Vec::with_capacity(num_actions) }
     }
 
     pub(super) fn begin(&mut self) {
         self.actions.clear();
         self.product_operations = 0;
-        self.now = Instant::now();
+        self.issued = Instant::now();
     }
 
     /// Starts the work of the current action, whose inputs are complete.
@@ -50,10 +50,10 @@ impl Timeline {
     /// Ends the current action, and begins the next one. `product_operations` is the number of operations in matrix products since the
     /// start of the step.
     pub(super) fn end(&mut self, product_operations: u64) {
-        let issued = std::mem::replace(&mut self.now, Instant::now());
+        let issued = std::mem::replace(&mut self.issued, Instant::now());
         let before = std::mem::replace(&mut self.product_operations, product_operations);
         let product_operations = product_operations - before;
-        self.actions.push(ActionTime { issued, start: self.start, end: self.now, product_operations });
+        self.actions.push(ActionTime { issued, start: self.start, end: self.issued, product_operations });
     }
 }
 

@@ -156,7 +156,7 @@ impl Gradients {
         let len = state.len;
         loop {
             let must_wait =
-                self.in_flight.contains(&unit) || (!self.layout.is_rounded() && self.is_full(len));
+                self.in_flight.contains(&unit) || (!self.layout.is_rounded() && self.is_at_limit(len));
             if let Some(vector) = (!must_wait).then(|| self.pool.take(len)).transpose()? {
                 self.units[unit].reducible = Some(vector);
                 return Ok(());
@@ -166,7 +166,7 @@ impl Gradients {
     }
 
     /// Whether the maximum number of full gradients of `len` elements is in flight.
-    fn is_full(&self, len: usize) -> bool {
+    fn is_at_limit(&self, len: usize) -> bool {
         self.in_flight.iter().filter(|&&unit| self.units[unit].len == len).count() >= IN_FLIGHT_MAX
     }
 
@@ -200,7 +200,7 @@ impl Gradients {
     pub(crate) fn reduce(&mut self, unit: usize, is_uncompressed: bool) -> Result<()> {
         while self.layout.is_rounded()
             && self.units[unit].shard.is_some()
-            && self.is_full(self.units[unit].len)
+            && self.is_at_limit(self.units[unit].len)
         {
             self.finish_first()?;
         }
@@ -280,7 +280,7 @@ impl Gradients {
         let shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
         shards.for_each(ShardSum::reduce);
         let mut shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
-        shards.try_for_each(|shard| shard.memory.wait(&mut self.waiting))?;
+        shards.try_for_each(|shard| shard.vector.wait(&mut self.waiting))?;
         self.units.iter_mut().for_each(|state| state.is_finished = true);
         Ok(())
     }
@@ -293,7 +293,7 @@ impl Gradients {
         let state = &mut self.units[unit];
         if let Some(shard) = state.pending() {
             shard.reduce();
-            shard.memory.wait(&mut self.waiting)?;
+            shard.vector.wait(&mut self.waiting)?;
             state.is_finished = true;
         }
         Ok(())
@@ -344,7 +344,7 @@ impl Gradients {
     /// # Panics
     /// If the shard is not stored separately.
     pub(crate) fn memory(&mut self, unit: usize) -> &mut dyn Movable {
-        &mut self.units[unit].shard.as_mut().expect("what is offloaded is kept apart").memory
+        &mut self.units[unit].shard.as_mut().expect("what is offloaded is kept apart").vector
     }
 
     pub(crate) fn is_compressed(&self, unit: usize) -> bool {
@@ -439,7 +439,7 @@ impl UnitGradient {
 
     fn reduced(&self) -> View<'_> {
         match &self.shard {
-            Some(shard) => shard.memory.view(),
+            Some(shard) => shard.vector.view(),
             None => {
                 let sum = self.reduction.view(&self.reducible);
                 sum.part(self.own.start, [self.own.len()].into())

@@ -105,7 +105,7 @@ impl Movable for ReducedVector {
         }
     }
 
-    fn restore(&mut self) -> Result<()> {
+    fn reallocate(&mut self) -> Result<()> {
         self.memory = Some(self.take()?);
         Ok(())
     }

@@ -66,7 +66,7 @@ impl ReductionFactory {
         };
         let mut vector = ReducedVector::new(len, &self.exchange, pool);
         if *takes_memory {
-            vector.restore()?;
+            vector.reallocate()?;
         }
         Ok(Reduction::Rounded(vector))
     }

@@ -16,7 +16,7 @@ pub(crate) struct ShardSum {
     determinism: Determinism,
     device: Device,
     /// The vector that is summed over the replicas.
-    pub(super) memory: ReducedVector,
+    pub(super) vector: ReducedVector,
     sum: TreeSum<Gradient>,
 }
 
@@ -44,7 +44,7 @@ impl ShardSumFactory {
         ShardSum {
             determinism: self.determinism,
             device: self.pool.device().clone(),
-            memory: ReducedVector::new(len, &self.exchange, &self.pool),
+            vector: ReducedVector::new(len, &self.exchange, &self.pool),
             sum: TreeSum::new(),
         }
     }
@@ -53,10 +53,10 @@ impl ShardSumFactory {
 impl ShardSum {
     /// Adds the shard of a microbatch, in memory of the device `from`, in the canonical order.
     pub(crate) fn add(&mut self, shard: View<'_>, from: &Device) -> Result<()> {
-        let (len, device) = (self.memory.len, &self.device);
+        let (len, device) = (self.vector.len, &self.device);
         let shard = on_device(shard, from, device, Category::Communication)?;
         let mut term = if self.sum.is_empty() {
-            Gradient::Reducible(self.memory.take()?)
+            Gradient::Reducible(self.vector.take()?)
         } else {
             Gradient::Partial(device.empty([len].into(), DType::F32, Category::Gradients)?)
         };
@@ -71,11 +71,11 @@ impl ShardSum {
     }
 
     pub(crate) fn reduce(&mut self) {
-        let (len, device) = (self.memory.len, &self.device);
+        let (len, device) = (self.vector.len, &self.device);
         let sum = self.sum.finish(|left, right| add(device, len, left, right));
         let Some(Gradient::Reducible(buffer)) = sum else {
             unreachable!("the first term is what ranks reduce, and sums grow to the left")
         };
-        self.memory.reduce(buffer);
+        self.vector.reduce(buffer);
     }
 }

@@ -374,7 +374,7 @@ impl RankGrid {
     }
 
     /// This rank's place on the tensor and expert axes, which determines its part of the model.
-    pub fn model_place(&self) -> ModelRank {
+    pub fn model_rank(&self) -> ModelRank {
         self.degrees.model_rank(self.world.rank())
     }
 
@@ -395,7 +395,7 @@ impl RankGrid {
     }
 
     /// This rank's place on the context axis.
-    pub fn context_place(&self) -> ContextRank {
+    pub fn context_rank(&self) -> ContextRank {
         self.degrees.context_rank(self.world.rank())
     }
 

@@ -82,12 +82,12 @@ impl Pool {
 
     /// Returns a vector of `len` elements with unspecified contents.
     pub(crate) fn take(&self, len: usize) -> Result<ExchangeVector> {
-        let own = self.take_own(len)?;
-        Ok(ExchangeVector { buffer: self.take_buffer(self.buffer_len(len))?, own })
+        let own = self.take_device_tensor(len)?;
+        Ok(ExchangeVector { buffer: self.take_buffer(self.buffer_len(len))?, device_tensor: own })
     }
 
     /// Allocates device memory for `len` elements. Returns `None` if kernels work in the group's memory instead.
-    fn take_own(&self, len: usize) -> Result<Option<Tensor>> {
+    fn take_device_tensor(&self, len: usize) -> Result<Option<Tensor>> {
         let device = self.device();
         let take = || device.empty([len].into(), self.dtype, self.category);
         Ok((!device.reaches_host() || !self.has_buffers).then(take).transpose()?)
@@ -121,7 +121,7 @@ impl Pool {
         buffer: Pending<Buffer<Untyped>>,
         len: usize,
     ) -> Result<ExchangeVector> {
-        let part = DevicePart { own: self.take_own(len)?, arriving: 0..len };
+        let part = DevicePart { device_tensor: self.take_device_tensor(len)?, arriving: 0..len };
         Ok(ExchangeVector::end_exchange(buffer, part, self.device()))
     }
 

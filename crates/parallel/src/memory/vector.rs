@@ -15,12 +15,12 @@ pub(crate) struct ExchangeVector {
     /// The group's memory. Empty if the vector is on the device and is never exchanged.
     pub(super) buffer: Pending<Buffer<Untyped>>,
     /// The device's memory; `None` if kernels work in the group's memory.
-    pub(super) own: Option<Tensor>,
+    pub(super) device_tensor: Option<Tensor>,
 }
 
 /// The device side of a vector during an exchange: its memory on the device, and the elements that are copied back to it.
 pub(crate) struct DevicePart {
-    pub(super) own: Option<Tensor>,
+    pub(super) device_tensor: Option<Tensor>,
     pub(super) arriving: Range<usize>,
 }
 
@@ -39,11 +39,14 @@ impl ExchangeVector {
         let own = needs_device_memory
             .then(|| device.zeros([len].into(), dtype, Category::Communication))
             .transpose()?;
-        Ok(ExchangeVector { buffer: Pending::new(group.buffer_of(dtype, len, PageSize::Base)?), own })
+        Ok(ExchangeVector {
+            buffer: Pending::new(group.buffer_of(dtype, len, PageSize::Base)?),
+            device_tensor: own,
+        })
     }
 
     pub(crate) fn len(&self) -> usize {
-        match &self.own {
+        match &self.device_tensor {
             Some(own) => own.shape().num_elements(),
             None => self.group_buffer().len(),
         }
@@ -54,7 +57,7 @@ impl ExchangeVector {
     }
 
     pub(crate) fn view(&self) -> View<'_> {
-        match &self.own {
+        match &self.device_tensor {
             Some(own) => own.view(),
             None => {
                 let buffer = self.group_buffer();
@@ -64,7 +67,7 @@ impl ExchangeVector {
     }
 
     pub(crate) fn view_mut(&mut self) -> ViewMut<'_> {
-        match &mut self.own {
+        match &mut self.device_tensor {
             Some(own) => own.view_mut(),
             None => {
                 let buffer = self.buffer.get_mut().expect("no copies work with memory that kernels reach");
@@ -90,9 +93,9 @@ impl ExchangeVector {
         leaving: Range<usize>,
         arriving: Range<usize>,
     ) -> (Buffer<Untyped>, DevicePart) {
-        let ExchangeVector { mut buffer, own } = self;
+        let ExchangeVector { mut buffer, device_tensor: own } = self;
         let Some(own) = own else {
-            return (buffer.wait(), DevicePart { own: None, arriving });
+            return (buffer.wait(), DevicePart { device_tensor: None, arriving });
         };
         let has_buffer = buffer.get().is_none_or(|buffer| !buffer.is_empty());
         let (len, arriving) = if has_buffer { (own.shape().num_elements(), arriving) } else { (0, 0..0) };
@@ -100,7 +103,7 @@ impl ExchangeVector {
             let part = own.view().part(leaving.start, [leaving.len()].into());
             device.download_async(part, &mut buffer, leaving.start * own.dtype().size());
         }
-        (Buffer::pending(buffer, own.dtype(), len), DevicePart { own: Some(own), arriving })
+        (Buffer::pending(buffer, own.dtype(), len), DevicePart { device_tensor: Some(own), arriving })
     }
 
     /// Takes the vector back after an exchange. Kernels issued later read the received elements.
@@ -110,14 +113,14 @@ impl ExchangeVector {
         part: DevicePart,
         device: &Device,
     ) -> Self {
-        let DevicePart { mut own, arriving } = part;
+        let DevicePart { device_tensor: mut own, arriving } = part;
         if let Some(own) = own.as_mut().filter(|_| !arriving.is_empty()) {
             let first = arriving.start * own.dtype().size();
             let part = own.view_mut().into_part(arriving.start, [arriving.len()].into());
             device.upload_async(&mut buffer, first, part);
             device.wait_for(&buffer.event());
         }
-        ExchangeVector { buffer, own }
+        ExchangeVector { buffer, device_tensor: own }
     }
 
     /// Starts an exchange of the vector with `start`, for example an all-reduce; see [`begin_exchange`](ExchangeVector::begin_exchange).
@@ -136,7 +139,7 @@ impl ExchangeVector {
     /// Copies the elements to the host, after the kernels that have been issued.
     pub(crate) fn download<T: Element>(&mut self, device: &Device) -> &mut [T] {
         let buffer = self.buffer.wait_mut().elements_mut();
-        if let Some(own) = &self.own {
+        if let Some(own) = &self.device_tensor {
             device.download(own.view(), buffer);
         }
         buffer
@@ -149,7 +152,7 @@ impl ExchangeVector {
 
     /// Copies the [host's elements](ExchangeVector::host_elements) to the device.
     pub(crate) fn upload<T: Element>(&mut self, device: &Device) {
-        if let Some(own) = &mut self.own {
+        if let Some(own) = &mut self.device_tensor {
             device.upload(self.buffer.wait_mut().elements::<T>(), own.view_mut());
         }
     }
@@ -173,6 +176,6 @@ impl PendingVector {
     /// Waits for the exchange of a vector for the [host](ExchangeVector::new_for_host), and takes it back without a copy to the device.
     pub(crate) fn take_to_host(self, waiting: &mut WaitTracker) -> Result<ExchangeVector> {
         let (buffer, part) = self.wait_on_host(waiting)?;
-        Ok(ExchangeVector { buffer: Pending::new(buffer), own: part.own })
+        Ok(ExchangeVector { buffer: Pending::new(buffer), device_tensor: part.device_tensor })
     }
 }

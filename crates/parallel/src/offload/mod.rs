@@ -1,7 +1,7 @@
 //! State that resides in host memory or on a disk between its uses.
 //!
-//! The program contains the moves ([`trireme_schedule::lowering::lay_out`]), and this module executes them. State that is updated in host
-//! memory, such as optimizer state, does not move. State on a disk passes through host memory.
+//! The program contains the moves ([`trireme_schedule::lowering::apply_layout`]), and this module executes them. State that is updated in
+//! host memory, such as optimizer state, does not move. State on a disk passes through host memory.
 
 mod spill;
 mod store;
@@ -34,7 +34,7 @@ impl OffloadOptions {
     /// Returns the device whose kernels work with a class of state, in the layout `state`.
     pub fn device_of<'a>(&'a self, state: &StateLayout, class: StateClass, device: &'a Device) -> &'a Device {
         // Kernels use activations on the device, wherever activations reside between their uses.
-        if class != StateClass::Activations && state.is_away(class) { &self.host } else { device }
+        if class != StateClass::Activations && state.is_offloaded(class) { &self.host } else { device }
     }
 }
 
@@ -48,7 +48,7 @@ pub(crate) trait Movable {
     fn release(&mut self);
 
     /// Allocates the memory again, with unspecified contents.
-    fn restore(&mut self) -> Result<()>;
+    fn reallocate(&mut self) -> Result<()>;
 }
 
 impl Movable for Tensor {
@@ -64,7 +64,7 @@ impl Movable for Tensor {
         Tensor::release(self);
     }
 
-    fn restore(&mut self) -> Result<()> {
+    fn reallocate(&mut self) -> Result<()> {
         Ok(Tensor::restore(self)?)
     }
 }
@@ -102,7 +102,7 @@ impl OffloadStores {
     pub(crate) fn new(options: &OffloadOptions, program: &Program, device: &Device) -> Self {
         let ProgramHeader { chain, num_microbatches, state, .. } = &program.header;
         let mut stores = [const { None }; StateClass::ALL.len()];
-        for class in StateClass::ALL.into_iter().filter(|&class| state.moves(class)) {
+        for class in StateClass::ALL.into_iter().filter(|&class| state.is_fetched(class)) {
             let per_unit = if class == StateClass::Activations { *num_microbatches } else { 1 };
             let owner = options.device_of(state, class, device);
             let store = Store::new(state.of(class).tier, options, owner, chain.num_units * per_unit);
@@ -155,7 +155,7 @@ impl OffloadStores {
     }
 
     pub(crate) fn describe(&self) -> Vec<String> {
-        self.files().map(|file| file.describe().to_string()).collect()
+        self.files().map(|file| file.description().to_string()).collect()
     }
 
     pub(crate) fn disk_bytes(&self) -> [u64; 2] {

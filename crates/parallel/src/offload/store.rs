@@ -192,7 +192,7 @@ impl Disk {
             {
                 journal.record(JournalEntry::Await(number));
             }
-            try_each(memory, |part| part.restore())
+            try_each(memory, |part| part.reallocate())
         } else {
             self.copy_read(block, memory)
         };
@@ -221,7 +221,7 @@ impl Disk {
             Ok(())
         };
         try_each(memory, |part| {
-            part.restore()?;
+            part.reallocate()?;
             copy(part.view_mut().into_bytes())
         })
     }
@@ -256,7 +256,7 @@ fn copy_out(owner: &Device, memory: VisitMemory<'_>, copy: PinnedMemory) -> Pend
 fn copy_in(owner: &Device, memory: VisitMemory<'_>, copy: &mut Pending<PinnedMemory>) -> Result<()> {
     let mut first = 0;
     try_each(memory, |part| {
-        part.restore()?;
+        part.reallocate()?;
         owner.upload_async(copy, first, part.view_mut());
         first += part.num_bytes();
         Ok(())

@@ -210,7 +210,7 @@ mod tests {
     use super::*;
     use crate::layout::Degrees;
     use trireme_base::AxisSplit;
-    use trireme_schedule::lowering::lay_out;
+    use trireme_schedule::lowering::apply_layout;
     use trireme_schedule::{StateLayout, UnitChain, single};
     use trireme_tensor::{DeviceOptions, Initial, Parameter};
     use trireme_testkit::run_ranks_on;
@@ -220,7 +220,7 @@ mod tests {
         let found = run_ranks_on(&[0, 0, 0, 0, 1, 1, 1, 1], |group| {
             let degrees = Degrees { shards: 4, tensor: 2, ..Degrees::ONE };
             let mut ranks = RankGrid::new(group, degrees).unwrap();
-            let place = ranks.model_place().tensor;
+            let place = ranks.model_rank().tensor;
             let mut table = ParameterTable::for_rank(place);
             table.begin_unit("unit");
             table.add(Parameter::vector("norm", 64, Initial::ZEROS));
@@ -228,7 +228,8 @@ mod tests {
             ranks.split_by_hosts().unwrap();
             ranks.split_replicated_parameters(&table).unwrap();
             let (table, own) = (Arc::new(table), ranks.shards().rank().0);
-            let header = lay_out(single::program(&UnitChain::of_units(1), 1), StateLayout::zero(3)).header;
+            let header =
+                apply_layout(single::program(&UnitChain::of_units(1), 1), StateLayout::zero(3)).header;
             let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
             let methods = ZeroPlusPlus { quantized_weights: true, ..ZeroPlusPlus::NONE };
             let mut gathered =

@@ -71,7 +71,7 @@ impl RankParameters {
                 // Next to copies in 16 bits, the f32 weights count as optimizer state (master weights), as in the ZeRO paper.
                 let is_master = precision != Precision::F32;
                 let category = if is_master { Category::Optimizer } else { Category::Parameters };
-                let moves = state.moves(state.class_of_weights());
+                let moves = state.is_fetched(state.class_of_weights());
                 let make = if moves { Parameters::without_memory } else { Parameters::zeros_of };
                 Some(make(table, parts.clone(), shards_device, category)?)
             }

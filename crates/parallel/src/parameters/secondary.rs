@@ -13,7 +13,7 @@ use trireme_tensor::{Category, Device, ParameterTable, Tensor};
 
 /// This rank's secondary shards of all units. A shard is valid from the first gather of its unit until the unit is updated.
 pub(crate) struct SecondaryShards {
-    host: Arc<Group>,
+    host_group: Arc<Group>,
     device: Device,
     /// For each unit, this rank's range of the flat buffer.
     parts: Vec<Range<usize>>,
@@ -38,7 +38,7 @@ impl SecondaryShards {
         };
         let shards = parts.iter().enumerate().map(shard).collect::<Result<_, _>>()?;
         let is_there = vec![false; parts.len()];
-        Ok(SecondaryShards { host, device: device.clone(), parts, shards, is_valid: is_there })
+        Ok(SecondaryShards { host_group: host, device: device.clone(), parts, shards, is_valid: is_there })
     }
 
     pub(crate) fn has(&self, unit: usize) -> bool {
@@ -49,7 +49,7 @@ impl SecondaryShards {
     pub(crate) fn gather(&self, unit: usize, mut whole: ExchangeVector) -> PendingVector {
         let (shard, part, len) = (&self.shards[unit], self.parts[unit].clone(), whole.len());
         self.device.convert(shard.view(), whole.part_mut(part.clone()));
-        whole.exchange(&self.device, part, 0..len, |whole| self.host.all_gather(whole))
+        whole.exchange(&self.device, part, 0..len, |whole| self.host_group.all_gather(whole))
     }
 
     /// Stores this rank's secondary shard of a unit that was gathered.

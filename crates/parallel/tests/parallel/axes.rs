@@ -116,7 +116,7 @@ fn batches(executor: &Executor, config: &ModelConfig, step: u64) -> Vec<Batch> {
 /// Returns this rank's positions of a random batch.
 fn positions_of_batch(executor: &Executor, config: &ModelConfig, step: u64, place: usize) -> Batch {
     let batch = random_tokens(SHAPE, config.vocab_size, step, place);
-    batch.upload_positions(executor.device(), executor.ranks().context_place()).unwrap()
+    batch.upload_positions(executor.device(), executor.ranks().context_rank()).unwrap()
 }
 
 fn difference(found: &[f32], expected: &[f32]) -> f64 {

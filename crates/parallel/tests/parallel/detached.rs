@@ -127,7 +127,7 @@ fn cases(folder: &Path) -> Vec<Case<'_>> {
 
 /// Returns this rank's part of the microbatches of a step.
 fn batches(executor: &Executor, model: &ModelConfig, num_microbatches: usize, step: u64) -> Vec<Batch> {
-    let (device, context) = (executor.device(), executor.ranks().context_place());
+    let (device, context) = (executor.device(), executor.ranks().context_rank());
     let batch = |index| {
         let batch = random_tokens(SHAPE, model.vocab_size, step, executor.global_microbatch(index));
         batch.upload_positions(device, context).unwrap()
@@ -221,7 +221,7 @@ fn a_peer_that_leaves_is_an_error_of_the_step() {
     let cases = cases(folder.path());
     for case in cases.iter().filter(|case| case.hosts.len() > 1) {
         let (state, num_shards) = (&case.layout.state, case.layout.num_shards);
-        let is_on_device = StateClass::ALL.iter().all(|&class| !state.moves(class));
+        let is_on_device = StateClass::ALL.iter().all(|&class| !state.is_fetched(class));
         // Full parameters cannot be read while they are being gathered from shards.
         let are_weights_readable =
             is_on_device && (num_shards == 1 || state.is_sharded(StateClass::Parameters));

@@ -40,8 +40,8 @@ struct Experts {
     router: Arc<Router>,
     top_k: Arc<TopK>,
     groups: Arc<GroupRows>,
-    into: Arc<GroupedLinear>,
-    back: Arc<GroupedLinear>,
+    up: Arc<GroupedLinear>,
+    down: Arc<GroupedLinear>,
 }
 
 impl Unit for Experts {
@@ -52,8 +52,8 @@ impl Unit for Experts {
         let [weights, choices] = outputs(cx.apply_many(&self.top_k, [probabilities])?);
         let [starts, order, places] = outputs(cx.apply_many(&self.groups, [choices])?);
         let rows = cx.apply(&PermuteRows, (&x, &order, &places))?;
-        let inner = cx.apply(&self.into, (rows, &starts))?;
-        let rows = cx.apply(&self.back, (inner, starts))?;
+        let inner = cx.apply(&self.up, (rows, &starts))?;
+        let rows = cx.apply(&self.down, (inner, starts))?;
         let sum = cx.apply(&Arc::new(CombineRows::default()), [rows, order, places, weights])?;
         cx.output("x", sum)
     }
@@ -64,9 +64,9 @@ fn outputs<T, const N: usize>(mut all: impl Iterator<Item = T>) -> [T; N] {
 }
 
 #[derive(Debug)]
-struct Classes(Arc<Linear>);
+struct Head(Arc<Linear>);
 
-impl Unit for Classes {
+impl Unit for Head {
     fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError> {
         let x = cx.input("x");
         let logits = cx.apply(&self.0, [x])?;
@@ -98,13 +98,13 @@ fn build(_: &Device, mut table: ParameterTable) -> Result<Model, ModelError> {
                 bias: None,
             }),
             groups: Arc::new(GroupRows { num_groups: NUM_EXPERTS, capacity: None }),
-            into: experts(&mut table, "into", [2 * INNER, WIDTH], identity),
-            back: experts(&mut table, "back", [WIDTH, INNER], InputActivation::Gated(Activation::Silu)),
+            up: experts(&mut table, "into", [2 * INNER, WIDTH], identity),
+            down: experts(&mut table, "back", [WIDTH, INNER], InputActivation::Gated(Activation::Silu)),
         }));
     }
     table.begin_unit("classes");
     let classes = Linear::new(&mut table, "classes", [WIDTH, CLASSES], normal, identity);
-    units.push(Arc::new(Classes(Arc::new(classes))));
+    units.push(Arc::new(Head(Arc::new(classes))));
     Ok(Model::new(units, table))
 }
 

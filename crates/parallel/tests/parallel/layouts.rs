@@ -51,7 +51,7 @@ fn summing_in_place_differs_in_the_last_bits_only() {
 }
 
 #[test]
-fn an_odd_number_of_ranks_is_exact_from_run_to_run() {
+fn an_odd_number_of_ranks_is_reproducible() {
     let config = &small_models()[1];
     let run = || run_ranks(3, |group| train(executor(config, group, 1, 1, OPTIONS), 3)).remove(0);
     assert_eq!(run(), run());

@@ -16,9 +16,10 @@ use trireme_tensor::Precision;
 use trireme_testkit::{run_ranks, small_models};
 
 const BLOCK_LEN: usize = 128;
-const WARM_UP: NamedOptimizer = (OptimizerName::OneBitAdam, OptimizerSettings { freeze_step: 3, ..DEFAULT });
+const ONE_BIT_ADAM: NamedOptimizer =
+    (OptimizerName::OneBitAdam, OptimizerSettings { freeze_step: 3, ..DEFAULT });
 /// Updates the variance in steps 1, 2, 3, 5, 7, 11, 15 and 23.
-const DOUBLING: NamedOptimizer =
+const ZERO_ONE_ADAM: NamedOptimizer =
     (OptimizerName::ZeroOneAdam, OptimizerSettings { var_update_scaler: 2, ..DEFAULT });
 
 fn model() -> ModelConfig {
@@ -73,7 +74,7 @@ fn moments(executor: &Executor) -> Vec<u32> {
 #[test]
 fn a_precise_codec_matches_the_exchange_of_gradients() {
     let bf16 = CompressionOptions { codec: CodecName::Bf16, ..CompressionOptions::default() };
-    for schedule in [WARM_UP, DOUBLING] {
+    for schedule in [ONE_BIT_ADAM, ZERO_ONE_ADAM] {
         let run = |compression: Compression| {
             run_ranks(2, |group| {
                 let mut executor = executor(group, schedule, compression, LossScaling::Off);
@@ -88,7 +89,7 @@ fn a_precise_codec_matches_the_exchange_of_gradients() {
         let (all, expected) = run(Compression::none());
         assert_eq!(all, [true; 8]);
         let gradient_steps = match schedule {
-            WARM_UP => [true, true, true, false, false, false, false, false],
+            ONE_BIT_ADAM => [true, true, true, false, false, false, false, false],
             _ => [true, true, true, false, true, false, true, false],
         };
         let (measured, found) = run(Compression::new(&bf16).unwrap());
@@ -100,7 +101,7 @@ fn a_precise_codec_matches_the_exchange_of_gradients() {
 
 #[test]
 fn replicas_stay_equal_and_the_loss_falls() {
-    for schedule in [WARM_UP, DOUBLING] {
+    for schedule in [ONE_BIT_ADAM, ZERO_ONE_ADAM] {
         for world_size in [2, 4] {
             let losses = run_ranks(world_size, |group| {
                 let mut executor = executor(group, schedule, one_bit(), LossScaling::Off);
@@ -138,7 +139,7 @@ fn bytes_on_the_wire_are_those_of_the_formulas() {
 
 fn check_bytes(group: Group) {
     let world_size = group.world_size();
-    let mut executor = executor(group, WARM_UP, one_bit(), LossScaling::Off);
+    let mut executor = executor(group, ONE_BIT_ADAM, one_bit(), LossScaling::Off);
     for number in 1..=6 {
         let before = executor.group().statistics().payload_bytes;
         let found = step(&mut executor, number).compression.unwrap();
@@ -167,7 +168,9 @@ fn a_step_that_overflows_leaves_all_as_it_was() {
         |codec| Compression::new(&CompressionOptions { codec, ..CompressionOptions::default() }).unwrap();
     for compression in [one_bit()].into_iter().chain(CodecName::ALL.map(default)) {
         // In the last case, the skipped step exchanges the momentum of the last unit and the gradients of the other units.
-        for (schedule, before_overflow, last_start) in [(WARM_UP, 1, 0), (WARM_UP, 5, 0), (DOUBLING, 4, 1)] {
+        for (schedule, before_overflow, last_start) in
+            [(ONE_BIT_ADAM, 1, 0), (ONE_BIT_ADAM, 5, 0), (ZERO_ONE_ADAM, 4, 1)]
+        {
             let run = |overflows: bool| {
                 run_ranks(2, |group| {
                     let mut executor = executor(group, schedule, compression, dynamic(4));
@@ -212,7 +215,7 @@ fn gradients_that_overflow_in_f16_are_found_in_the_sums() {
         determinism: Determinism::Run,
         ..OPTIONS
     };
-    let optimizer = WARM_UP;
+    let optimizer = ONE_BIT_ADAM;
     let skipped = run_ranks(2, |group| {
         let layout = Layout { options, optimizer, ..Layout::default() };
         let mut executor = executor_with_layout(&model(), group, 1, 2, &layout);
@@ -268,7 +271,7 @@ fn overflow(executor: &mut Executor, number: u64) {
 fn the_loss_scale_changes_no_bits() {
     let run = |loss_scaling| {
         run_ranks(2, |group| {
-            let mut executor = executor(group, WARM_UP, one_bit(), loss_scaling);
+            let mut executor = executor(group, ONE_BIT_ADAM, one_bit(), loss_scaling);
             for number in 1..=8 {
                 step(&mut executor, number);
             }

@@ -44,7 +44,7 @@ fn train(mut executor: Executor, layout: &Layout<'_>, cuts: &[&[usize]]) -> Foun
     let (mut steps, mut evaluated) = (Vec::new(), Vec::new());
     let device = executor.device().clone();
     // The reports stay counted until the executor is dropped, even if units move.
-    let _reports = executor.validation_reports(&ValidationBatches::new(10, 4)).unwrap();
+    let _reports = executor.allocate_validation_reports(&ValidationBatches::new(10, 4)).unwrap();
     for part in 0..=cuts.len() as u64 {
         if let (Some(cut), Some(_)) = ((part as usize).checked_sub(1).map(|cut| cuts[cut]), layout.pipeline) {
             executor.relocate(with_stages_at(&executor, cut, layout)).unwrap();

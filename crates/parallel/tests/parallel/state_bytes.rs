@@ -115,7 +115,7 @@ fn buffers_for_reports_of_losses_are_counted() {
     run_ranks(2, |group| {
         let mut executor = executor_with_layout(&config(), group, 1, 1, &Layout::default());
         let before = bytes(&executor);
-        let reports = executor.validation_reports(&ValidationBatches::new(10, 4)).unwrap();
+        let reports = executor.allocate_validation_reports(&ValidationBatches::new(10, 4)).unwrap();
         assert_eq!(bytes(&executor) - before, size_of_val(&reports[..]));
     });
     // A loss for each microbatch of each rank.

@@ -3,7 +3,7 @@ use crate::sizes::UnitSizes;
 use proptest::prelude::*;
 use std::convert::Infallible;
 use trireme_base::{CategoryBytes, UnitPasses};
-use trireme_schedule::lowering::lay_out;
+use trireme_schedule::lowering::apply_layout;
 use trireme_schedule::{UnitChain, single};
 
 const CLASSES: [StateClass; 4] = StateClass::ALL;
@@ -49,7 +49,7 @@ fn predict(sizes: &ModelSizes, program: &Program) -> MemoryUse {
     };
     for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
         let all: usize = sizes.units.iter().map(|unit| unit.state[class as usize]).sum();
-        let is_here = !state.is_away(class);
+        let is_here = !state.is_offloaded(class);
         add(class, all, if is_here { all } else { 2 * sizes.units[0].state[class as usize] });
     }
     let is_offloaded = |unit: &usize| {
@@ -67,7 +67,7 @@ fn predict(sizes: &ModelSizes, program: &Program) -> MemoryUse {
 fn program(num_units: usize, state: StateLayout) -> Program {
     let ends = vec![0, num_units - 1];
     let chain = UnitChain { without_activations: ends, ..UnitChain::of_units(num_units) };
-    lay_out(single::program(&chain, 1), state)
+    apply_layout(single::program(&chain, 1), state)
 }
 
 /// Returns all combinations of tiers with all numbers of offloaded units.

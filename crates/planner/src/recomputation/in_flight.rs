@@ -36,7 +36,7 @@ pub(crate) fn fit_keeps_in_flight<E>(
             .collect();
         upgrades[..num_upgrades].iter().for_each(|upgrade| keeps[upgrade.unit] = upgrade.keep);
         let held = (0..passes.len()).filter(|&unit| in_flight[unit] > 0);
-        let repeated = held.map(|unit| keeps[unit].repeated_operations(&passes[unit]));
+        let repeated = held.map(|unit| keeps[unit].recompute_operations(&passes[unit]));
         let operations = repeated.fold(0, u64::saturating_add);
         RecomputationChoice { keeps, operations }
     };

@@ -60,14 +60,14 @@ fn run(passes: &[UnitPasses], keeps: &[Keep]) -> DryRun {
             }
             _ => (),
         }
-        action_peaks.push(of_activations(peak.max(current)));
+        action_peaks.push(activation_bytes(peak.max(current)));
     }
     let most = action_peaks.iter().map(CategoryBytes::total).max().unwrap();
-    let prediction = MemoryUse { at_peak: of_activations(most), own: most, ..MemoryUse::default() };
+    let prediction = MemoryUse { at_peak: activation_bytes(most), own: most, ..MemoryUse::default() };
     DryRun { program, memory: prediction, action_peaks }
 }
 
-fn of_activations(num_bytes: usize) -> CategoryBytes {
+fn activation_bytes(num_bytes: usize) -> CategoryBytes {
     let bytes = |category| if category == Category::Activations { num_bytes } else { 0 };
     CategoryBytes(Category::ALL.map(bytes))
 }

@@ -1,6 +1,6 @@
 use super::*;
 use proptest::prelude::*;
-use trireme_schedule::lowering::lay_out;
+use trireme_schedule::lowering::apply_layout;
 use trireme_schedule::pipeline::{self, Costs, ScheduleKind, Sizes, StageCosts, generate, programs};
 use trireme_schedule::{StateLayout, UnitChain, single};
 
@@ -10,7 +10,7 @@ fn kinds() -> impl Strategy<Value = (ScheduleKind, usize)> {
 }
 
 /// Returns a schedule of stages as programs with one unit per stage, and the makespan of the schedule itself.
-fn of_stages(
+fn stage_programs(
     kind: (ScheduleKind, usize),
     num_ranks: usize,
     num_microbatches: usize,
@@ -32,7 +32,7 @@ fn ticks(costs: &Costs) -> impl Fn(usize, Action) -> u64 {
         }
         Action::BackwardInput { unit, .. } => costs.stages()[unit].backward_input,
         Action::BackwardWeight { unit, .. } => costs.stages()[unit].backward_weight,
-        Action::Send(_) => costs.send(),
+        Action::Send(_) => costs.send_ticks(),
         _ => 0,
     }
 }
@@ -46,7 +46,7 @@ proptest! {
         let num_stages = num_ranks * kind.1;
         let stage = StageCosts::of(times[0], times[1], times[2]);
         let costs = Costs::new(vec![stage; num_stages], send).unwrap();
-        let (programs, makespan) = of_stages(kind, num_ranks, 2 * num_ranks + more, &costs);
+        let (programs, makespan) = stage_programs(kind, num_ranks, 2 * num_ranks + more, &costs);
         prop_assert_eq!(simulate(&programs, ticks(&costs)).unwrap().makespan, makespan);
     }
 
@@ -55,7 +55,7 @@ proptest! {
         kind in kinds(), num_ranks in 1..5_usize, more in 0..5_usize, seed in any::<u64>(), send in 0..9_u64,
     ) {
         let equal = Costs::equal(num_ranks * kind.1, StageCosts::of(1, 1, 1)).unwrap();
-        let (programs, _) = of_stages(kind, num_ranks, 2 * num_ranks + more, &equal);
+        let (programs, _) = stage_programs(kind, num_ranks, 2 * num_ranks + more, &equal);
         // Actions have different durations.
         let ticks = |_: usize, action: Action| match action {
             Action::Send(_) => send,
@@ -113,7 +113,7 @@ fn messages_overlap_passes_and_receivers_wait() {
 
 #[test]
 fn gathers_overlap_passes_that_read_other_units() {
-    let program = lay_out(single::program(&UnitChain::of_units(3), 1), StateLayout::zero(3));
+    let program = apply_layout(single::program(&UnitChain::of_units(3), 1), StateLayout::zero(3));
     let ticks = |gather: u64| {
         move |_: usize, action: Action| match action {
             Action::Unshard { .. } => gather,

@@ -48,7 +48,7 @@ pub(super) fn all_reduce_by(num_chunks: usize, own: &RankContext, steps: &mut Ve
         let on = |edge: &Edge| passing(edge, slot, edge.level);
         let send = edges.up.iter().flatten().find_map(|edge| Some(Outgoing::new(edge.parent, on(edge)?)));
         let receive = edges.down.iter().flatten().find_map(|edge| {
-            let action = ReceiveAction::Reduce { own: edge.side_of_parent };
+            let action = ReceiveAction::Reduce { own_side: edge.side_of_parent };
             Some(Incoming { from: Rank(edge.child), span: on(edge)?.into(), action })
         });
         push_exchange(send, receive, steps);

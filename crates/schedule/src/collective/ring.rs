@@ -8,7 +8,7 @@ use trireme_base::Rank;
 pub(super) fn reduce_scatter(own: &RankContext, steps: &mut Vec<Step>) {
     let block = |distance| own.blocks.of(own.before(distance)).into();
     for step in 1..own.world_size() {
-        let action = ReceiveAction::Reduce { own: Side::Right };
+        let action = ReceiveAction::Reduce { own_side: Side::Right };
         let receive = Incoming { from: Rank(own.before(1)), span: block(step + 1), action };
         steps.push(Step::both(Outgoing::new(own.after(1), block(step)), receive));
     }

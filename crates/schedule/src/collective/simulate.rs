@@ -1,6 +1,6 @@
 use super::cost::CostModel;
 use super::{Hosts, Outgoing, ReceiveAction, Step};
-use crate::engine::{Actor, Entry, Job, Length, run};
+use crate::engine::{Entry, Job, RankProgram, TaskDuration, run};
 use trireme_base::Rank;
 
 /// Returns the seconds from the common start until the last rank has finished its steps. `programs[r]` are the steps of rank `r`.
@@ -16,8 +16,8 @@ pub fn simulate(programs: &[Vec<Step>], hosts: &Hosts, element_bytes: usize, mod
     let machine = Machine { hosts, element_bytes: element_bytes as f64, model };
     let entries: Vec<Vec<Entry>> =
         programs.iter().enumerate().map(|(rank, steps)| machine.entries(Rank(rank), steps)).collect();
-    let actors: Vec<Actor<'_>> =
-        entries.iter().enumerate().map(|(host, entries)| Actor { entries, host, load: 0 }).collect();
+    let actors: Vec<RankProgram<'_>> =
+        entries.iter().enumerate().map(|(host, entries)| RankProgram { entries, host, load: 0 }).collect();
     let found = run(&actors);
     let found =
         found.unwrap_or_else(|stuck| panic!("rank {} waits for a message that is never sent", stuck.rank));
@@ -33,7 +33,7 @@ struct Machine<'a> {
 impl Machine<'_> {
     fn entries(&self, rank: Rank, steps: &[Step]) -> Vec<Entry> {
         let compute = |elements: usize, seconds_per_byte: f64| {
-            Entry::Compute(Length::Fixed(elements as f64 * self.element_bytes * seconds_per_byte))
+            Entry::Compute(TaskDuration::Fixed(elements as f64 * self.element_bytes * seconds_per_byte))
         };
         let mut entries = Vec::with_capacity(5 * steps.len());
         for (index, step) in steps.iter().enumerate() {
@@ -50,7 +50,7 @@ impl Machine<'_> {
                 let (from, len) = (receive.from, receive.span.range.len());
                 let (length, lag) = self.seconds(from, rank, len);
                 entries.push(Entry::Expect(received, self.channel(from, rank)));
-                entries.push(Entry::Compute(Length::Fixed(length + lag)));
+                entries.push(Entry::Compute(TaskDuration::Fixed(length + lag)));
                 entries.push(Entry::Await(received));
                 if let ReceiveAction::Reduce { .. } = receive.action {
                     entries.push(compute(len, self.model.reduce_seconds_per_byte));
@@ -64,7 +64,7 @@ impl Machine<'_> {
     fn message(&self, rank: Rank, Outgoing { to, span }: &Outgoing) -> Box<Job> {
         let (from_host, to_host) = (self.hosts.host_of(rank), self.hosts.host_of(*to));
         let (length, lag) = self.seconds(rank, *to, span.range.len());
-        let (length, lag) = (Length::Fixed(length), Length::Fixed(lag));
+        let (length, lag) = (TaskDuration::Fixed(length), TaskDuration::Fixed(lag));
         // Each host has one stream for outgoing messages and one for incoming messages.
         let streams = if from_host == to_host { Vec::new() } else { vec![2 * from_host, 2 * to_host + 1] };
         Box::new(Job {

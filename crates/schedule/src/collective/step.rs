@@ -65,7 +65,7 @@ pub enum ReceiveAction {
     /// Reduces the elements with the message.
     Reduce {
         /// The operand side of the elements that are already there.
-        own: Side,
+        own_side: Side,
     },
 }
 
@@ -113,7 +113,7 @@ impl Incoming {
     /// operand.
     pub fn reduce(own: usize, from: usize, span: impl Into<Span>) -> Self {
         let own = if own < from { Side::Left } else { Side::Right };
-        Incoming { from: Rank(from), span: span.into(), action: ReceiveAction::Reduce { own } }
+        Incoming { from: Rank(from), span: span.into(), action: ReceiveAction::Reduce { own_side: own } }
     }
 }
 

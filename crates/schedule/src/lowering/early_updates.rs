@@ -25,7 +25,7 @@ pub(super) fn update_early(actions: Vec<Action>) -> Vec<Action> {
 #[cfg(test)]
 mod tests {
     use crate::layout::StateLayout;
-    use crate::lowering::lay_out;
+    use crate::lowering::apply_layout;
     use crate::program::UnitChain;
     use crate::single;
 
@@ -33,7 +33,7 @@ mod tests {
     fn each_unit_is_updated_before_the_next_reduction() {
         let chain = UnitChain { ties: vec![(2, 0)], ..UnitChain::of_units(3) };
         let early = StateLayout { updates_early: true, ..StateLayout::zero(1) };
-        let text = lay_out(single::program(&chain, 1), early).to_string();
+        let text = apply_layout(single::program(&chain, 1), early).to_string();
         let expected = "units 3 microbatches 1 optimizer shard updates early ties 2:0, F 0 0, F 1 0, F 2 0, B 2 0, REDUCE_GRAD 2, B 1 0, \
                         STEP 2, UNSHARD 2, REDUCE_GRAD 1, B 0 0, STEP 1, UNSHARD 1, REDUCE_GRAD 0, STEP 0, UNSHARD 0";
         assert_eq!(text.lines().collect::<Vec<_>>().join(", "), expected);

@@ -1,5 +1,5 @@
 //! Lowering passes. Each takes a program and adds the actions that a layout requires. The results of the program do not change.
-//! [`recompute`](fn@recompute) must run before [`lay_out`], because recomputation reads parameters, too.
+//! [`recompute`](fn@recompute) must run before [`apply_layout`], because recomputation reads parameters, too.
 //!
 //! A requirement that does not depend on the pipeline schedule is a lowering pass, not an option of the schedule generators.
 
@@ -19,7 +19,7 @@ use crate::program::{Program, ProgramHeader};
 /// # Panics
 /// If the program has a layout already, if there is [no program](StateLayout::is_possible) for the layout, or if a pipeline that does not
 /// drain is to update early.
-pub fn lay_out(program: Program, state: StateLayout) -> Program {
+pub fn apply_layout(program: Program, state: StateLayout) -> Program {
     let Program { header, actions } = program;
     assert_eq!(header.state, StateLayout::UNSHARDED, "the program is laid out already");
     assert!(state.is_possible(header.num_microbatches), "no program of this layout:{state}");

@@ -6,11 +6,11 @@ use super::insertions::{indices_of, insert, no_insertions};
 use crate::action::{Action, Keep, StateClass, StateKey};
 use crate::program::ProgramHeader;
 
-/// Adds the fetches and evictions of all classes that are [fetched](crate::StateLayout::moves). Activations are evicted only if more than
-/// `2 * fetch_ahead` passes run before their next use.
+/// Adds the fetches and evictions of all classes that are [fetched](crate::StateLayout::is_fetched). Activations are evicted only if more
+/// than `2 * fetch_ahead` passes run before their next use.
 pub(super) fn offload(header: &ProgramHeader, mut actions: Vec<Action>) -> Vec<Action> {
     let state = &header.state;
-    for class in StateClass::ALL.into_iter().filter(|&class| state.moves(class)) {
+    for class in StateClass::ALL.into_iter().filter(|&class| state.is_fetched(class)) {
         let is_use = |action: Action| action.uses().contains(&class);
         actions = match class {
             StateClass::Optimizer | StateClass::Parameters => {
@@ -113,12 +113,12 @@ fn swap_activations(actions: &[Action], header: &ProgramHeader) -> Vec<Action> {
 mod tests {
     use crate::action::StateClass;
     use crate::layout::{StateLayout, Tier};
-    use crate::lowering::lay_out;
+    use crate::lowering::apply_layout;
     use crate::program::UnitChain;
     use crate::single;
 
     fn text(chain: &UnitChain, state: StateLayout) -> String {
-        let program = lay_out(single::program(chain, 1), state).to_string();
+        let program = apply_layout(single::program(chain, 1), state).to_string();
         program.lines().collect::<Vec<_>>().join(", ")
     }
 

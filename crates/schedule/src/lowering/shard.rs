@@ -109,12 +109,12 @@ fn gathered_ranges(header: &ProgramHeader, passes: &[Action]) -> Vec<GatheredRan
 mod tests {
     use crate::action::Action;
     use crate::layout::{ClassLayout, Portion, StateLayout};
-    use crate::lowering::lay_out;
+    use crate::lowering::apply_layout;
     use crate::program::UnitChain;
     use crate::single;
 
     fn text(chain: &UnitChain, num_microbatches: usize, state: StateLayout) -> String {
-        let program = lay_out(single::program(chain, num_microbatches), state).to_string();
+        let program = apply_layout(single::program(chain, num_microbatches), state).to_string();
         program.lines().collect::<Vec<_>>().join(", ")
     }
 
@@ -164,7 +164,7 @@ mod tests {
     #[test]
     fn parameters_kept_after_forward_are_gathered_once_per_microbatch() {
         let keeping = StateLayout { keep_gathered: true, ..STAGE_3 };
-        let program = lay_out(single::program(&UnitChain::language_model(4, false), 3), keeping);
+        let program = apply_layout(single::program(&UnitChain::language_model(4, false), 3), keeping);
         let count = |action| program.actions.iter().filter(|found| **found == action).count();
         for unit in 0..4 {
             assert_eq!(count(Action::Unshard { unit }), 3, "{program}");

@@ -14,8 +14,8 @@ use super::timeline::{PassInterval, Timeline};
 use std::collections::VecDeque;
 
 /// Runs a schedule in simulated time. A rank begins a pass when it has finished its previous pass and the needed results are available. A
-/// result is available on its own rank when its pass ends, and on another rank [`Costs::send`] later. Messages occupy neither sender nor
-/// receiver.
+/// result is available on its own rank when its pass ends, and on another rank [`Costs::send_ticks`] later. Messages occupy neither sender
+/// nor receiver.
 ///
 /// Cost: linear in the number of passes.
 ///
@@ -33,7 +33,7 @@ pub(super) fn run(schedule: &Schedule, costs: &Costs) -> (Timeline, Option<WaitC
     let mut clock = Clock::new(schedule, costs);
     clock.run(schedule);
     let stuck = clock.wait_chain(schedule);
-    (Timeline::new(schedule, costs, clock.spans), stuck)
+    (Timeline::new(schedule, costs, clock.intervals), stuck)
 }
 
 /// The time of a pass that has not run.
@@ -50,7 +50,7 @@ pub(super) struct Clock<'a> {
     /// End of an update of a stage, by stage and the last microbatch of the update.
     update_end: Vec<u64>,
     /// Spans of the passes that each rank has run.
-    pub(super) spans: Vec<Vec<PassInterval>>,
+    pub(super) intervals: Vec<Vec<PassInterval>>,
     /// Ranks that may be able to continue.
     awake: VecDeque<usize>,
     is_awake: Vec<bool>,
@@ -66,7 +66,7 @@ impl<'a> Clock<'a> {
             forward_end: never.clone(),
             gradient_end: never.clone(),
             update_end: never,
-            spans: schedule.ranks.iter().map(|passes| Vec::with_capacity(passes.len())).collect(),
+            intervals: schedule.ranks.iter().map(|passes| Vec::with_capacity(passes.len())).collect(),
             awake: VecDeque::with_capacity(schedule.num_ranks()),
             is_awake: vec![false; schedule.num_ranks()],
         }
@@ -84,35 +84,35 @@ impl<'a> Clock<'a> {
     /// Undoes all but the first `num_kept` passes of each rank.
     pub(super) fn rewind(&mut self, schedule: &Schedule, num_kept: &[usize]) {
         for (rank, &num_kept) in num_kept.iter().enumerate() {
-            for &pass in &schedule.ranks[rank][num_kept..self.spans[rank].len()] {
+            for &pass in &schedule.ranks[rank][num_kept..self.intervals[rank].len()] {
                 self.note_end(pass, NEVER);
             }
-            self.spans[rank].truncate(num_kept);
+            self.intervals[rank].truncate(num_kept);
         }
     }
 
     /// Adds the passes that this clock has not run, with the times in `spans`, which an earlier run of the same schedule recorded.
     pub(super) fn replay(&mut self, schedule: &Schedule, spans: &[Vec<PassInterval>]) {
         for (rank, spans) in spans.iter().enumerate() {
-            let num_done = self.spans[rank].len();
+            let num_done = self.intervals[rank].len();
             for (&pass, span) in schedule.ranks[rank][num_done..].iter().zip(&spans[num_done..]) {
                 self.note_end(pass, span.end);
             }
-            self.spans[rank].extend_from_slice(&spans[num_done..]);
+            self.intervals[rank].extend_from_slice(&spans[num_done..]);
         }
     }
 
     fn next_of(&self, schedule: &Schedule, rank: usize) -> Option<Pass> {
-        schedule.ranks[rank].get(self.spans[rank].len()).copied()
+        schedule.ranks[rank].get(self.intervals[rank].len()).copied()
     }
 
     fn advance(&mut self, schedule: &Schedule, rank: usize) {
-        let mut free = self.spans[rank].last().map_or(0, |span| span.end);
+        let mut free = self.intervals[rank].last().map_or(0, |span| span.end);
         while let Some(pass) = self.next_of(schedule, rank) {
             let Ok(ready) = self.ready(schedule, pass) else { return };
             let start = free.max(ready);
             let end = start + self.costs.ticks(pass);
-            self.spans[rank].push(PassInterval { start, end });
+            self.intervals[rank].push(PassInterval { start, end });
             self.note_end(pass, end);
             free = end;
             if let Some(stage) = pass.result_goes_to(schedule.num_stages()) {
@@ -152,7 +152,7 @@ impl<'a> Clock<'a> {
             }
             let ranks = &schedule.stage_ranks;
             let is_same_rank = ranks[needed.stage] == ranks[pass.stage];
-            ready = ready.max(if is_same_rank { end } else { end + self.costs.send() });
+            ready = ready.max(if is_same_rank { end } else { end + self.costs.send_ticks() });
         }
         if pass.kind == PassKind::Update {
             ready = ready.max(self.norm_ready(schedule, pass)?);
@@ -178,7 +178,7 @@ impl<'a> Clock<'a> {
     fn wait(&self, schedule: &Schedule, rank: usize) -> Option<Wait> {
         let pass = self.next_of(schedule, rank)?;
         let needs = self.ready(schedule, pass).err()?;
-        let place = PassIndex { rank, index: self.spans[rank].len() };
+        let place = PassIndex { rank, index: self.intervals[rank].len() };
         Some(Wait { place, pass, needs, for_rank: schedule.stage_ranks[needs.stage] })
     }
 

@@ -45,7 +45,7 @@ impl StageCosts {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Costs {
     stages: Vec<StageCosts>,
-    send: u64,
+    send_ticks: u64,
 }
 
 /// An error for costs outside their range.
@@ -88,7 +88,7 @@ impl Costs {
             }
         }
         check("the time of a message between stages", send, 0, TICKS_MAX)?;
-        Ok(Costs { stages, send })
+        Ok(Costs { stages, send_ticks: send })
     }
 
     /// Creates equal costs for every stage, and messages that take no time, as papers assume.
@@ -105,8 +105,8 @@ impl Costs {
     }
 
     /// Returns the ticks from the end of a pass until its result is available on another rank.
-    pub fn send(&self) -> u64 {
-        self.send
+    pub fn send_ticks(&self) -> u64 {
+        self.send_ticks
     }
 
     pub(super) fn ticks(&self, pass: Pass) -> u64 {

@@ -23,7 +23,7 @@ enum Activations {
 
 impl Activations {
     /// Returns whether the gradient of the unit's input has been computed.
-    fn are_differentiated(self) -> bool {
+    fn has_input_gradient(self) -> bool {
         matches!(self, Activations::Halved | Activations::Freed)
     }
 }
@@ -37,7 +37,7 @@ enum Parameters {
     Stale,
 }
 
-struct Unit {
+struct UnitState {
     /// The state of the activations, by microbatch.
     activations: Vec<Activations>,
     parameters: Parameters,
@@ -57,7 +57,7 @@ struct Unit {
     /// Versions of the parameters that are stashed, the oldest first, as the number of updates that produced them.
     stashed: VecDeque<usize>,
     /// The version that forward has read, by microbatch.
-    read: Vec<usize>,
+    version_read: Vec<usize>,
 }
 
 /// A tie of which at least one unit is on this rank of a pipeline.
@@ -107,13 +107,13 @@ impl MessageLog {
 pub(super) struct State<'a> {
     header: &'a ProgramHeader,
     microbatches_per_step: usize,
-    units: Vec<Unit>,
+    units: Vec<UnitState>,
     /// The state of parameters at the start and at the end of the program.
-    at_rest: Parameters,
+    initial_parameters: Parameters,
     /// Whether gradients must be gathered for updates: they are sharded, but each rank updates all parameters.
     gathers_grads: bool,
     /// State that is evicted at this point of the program.
-    away: BTreeSet<StateKey>,
+    evicted: BTreeSet<StateKey>,
     exchanged: MessageLog,
     /// The tie of two units, if it concerns this rank.
     tie: Option<Tie>,
@@ -126,7 +126,7 @@ impl<'a> State<'a> {
         } else {
             Parameters::Full
         };
-        let unit = |unit| Unit {
+        let unit = |unit| UnitState {
             activations: vec![Activations::Absent; header.num_microbatches],
             // A tied unit reads a copy of parameters that another rank holds.
             parameters: if header.holds(unit) { at_rest } else { Parameters::Full },
@@ -138,11 +138,11 @@ impl<'a> State<'a> {
             num_reduced: 0,
             num_stepped: 0,
             stashed: VecDeque::new(),
-            read: vec![0; header.num_microbatches],
+            version_read: vec![0; header.num_microbatches],
         };
         let mut away = BTreeSet::new();
         for class in [StateClass::Optimizer, StateClass::Parameters] {
-            if header.state.moves(class) {
+            if header.state.is_fetched(class) {
                 away.extend(header.held().map(|unit| StateKey { class, unit, microbatch: 0 }));
             }
         }
@@ -152,7 +152,16 @@ impl<'a> State<'a> {
         let is_sharded = |class| header.state.is_sharded(class);
         let gathers_grads = is_sharded(StateClass::Gradients) && !is_sharded(StateClass::Optimizer);
         let tie = Tie::of(header);
-        State { header, microbatches_per_step, units, at_rest, gathers_grads, away, exchanged, tie }
+        State {
+            header,
+            microbatches_per_step,
+            units,
+            initial_parameters: at_rest,
+            gathers_grads,
+            evicted: away,
+            exchanged,
+            tie,
+        }
     }
 
     pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
@@ -240,10 +249,10 @@ impl<'a> State<'a> {
             Action::Forward { microbatch, .. } => unit.activations[microbatch] != Activations::Absent,
             Action::Recompute { microbatch, .. } => {
                 let found = unit.activations[microbatch];
-                found == Activations::Complete || found.are_differentiated()
+                found == Activations::Complete || found.has_input_gradient()
             }
             Action::Backward { microbatch, .. } | Action::BackwardInput { microbatch, .. } => {
-                unit.activations[microbatch].are_differentiated()
+                unit.activations[microbatch].has_input_gradient()
             }
             Action::BackwardWeight { microbatch, .. } => unit.activations[microbatch] == Activations::Freed,
             Action::Send(message) | Action::Receive(message) => self.exchanged.contains(message),
@@ -259,8 +268,10 @@ impl<'a> State<'a> {
                     && unit.num_added.is_multiple_of(self.microbatches_per_step)
             }
             Action::UnshardGrad { .. } => unit.has_gathered_grad || !self.gathers_grads,
-            Action::Fetch(state) => !self.away.contains(&state),
-            Action::Evict(state) => self.away.contains(&state) || !self.header.state.moves(state.class),
+            Action::Fetch(state) => !self.evicted.contains(&state),
+            Action::Evict(state) => {
+                self.evicted.contains(&state) || !self.header.state.is_fetched(state.class)
+            }
             Action::Step { .. } => unit.num_stepped == self.header.num_steps(),
             Action::Stash { .. } => unit.stashed.back() == Some(&unit.num_stepped),
             Action::Unstash { .. } => false,
@@ -272,7 +283,7 @@ impl<'a> State<'a> {
         match action {
             Action::Forward { microbatch, keep, .. } => {
                 unit.in_flight += 1;
-                unit.read[microbatch] = self.header.version_read(microbatch, unit.num_stepped);
+                unit.version_read[microbatch] = self.header.version_read(microbatch, unit.num_stepped);
                 unit.activations[microbatch] = match keep {
                     Keep::All => Activations::Complete,
                     kept => Activations::Kept(kept),
@@ -304,10 +315,10 @@ impl<'a> State<'a> {
             }
             Action::UnshardGrad { .. } => unit.has_gathered_grad = true,
             Action::Fetch(state) => {
-                self.away.remove(&state);
+                self.evicted.remove(&state);
             }
             Action::Evict(state) => {
-                self.away.insert(state);
+                self.evicted.insert(state);
             }
             Action::Step { .. } => {
                 unit.num_stepped += 1;
@@ -348,17 +359,17 @@ impl<'a> State<'a> {
             return Some(unsent);
         }
         let at_rest = [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients];
-        for class in at_rest.into_iter().filter(|&class| self.header.state.moves(class)) {
+        for class in at_rest.into_iter().filter(|&class| self.header.state.is_fetched(class)) {
             let states = self.held().map(|unit| StateKey { class, unit, microbatch: 0 });
-            if let Some(state) = states.into_iter().find(|state| !self.away.contains(state)) {
+            if let Some(state) = states.into_iter().find(|state| !self.evicted.contains(state)) {
                 return Some(Action::Evict(state));
             }
         }
         if let Some(unit) = self.units.iter().position(|unit| !unit.stashed.is_empty()) {
             return Some(Action::Unstash { unit });
         }
-        let unit = self.held().find(|&unit| self.units[unit].parameters != self.at_rest)?;
-        Some(match self.at_rest {
+        let unit = self.held().find(|&unit| self.units[unit].parameters != self.initial_parameters)?;
+        Some(match self.initial_parameters {
             Parameters::Sharded => Action::Reshard { unit },
             _ => Action::Unshard { unit },
         })

@@ -2,7 +2,7 @@ use super::*;
 use crate::action::Keep;
 use crate::action::StateClass;
 use crate::layout::{ClassLayout, Portion, StateLayout, Tier};
-use crate::lowering::{lay_out, recompute};
+use crate::lowering::{apply_layout, recompute};
 use crate::program::UnitChain;
 use crate::single;
 use proptest::prelude::*;
@@ -38,7 +38,7 @@ fn any_program() -> impl Strategy<Value = Program> {
                     state = state.with_tier(class, Tier::Disk);
                 }
             }
-            lay_out(program, state)
+            apply_layout(program, state)
         },
     )
 }

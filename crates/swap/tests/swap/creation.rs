@@ -13,11 +13,11 @@ fn space_is_reserved_at_creation_and_freed_by_drop() {
     let swap =
         SwapFile::create(folder.path(), &[1, 0, 5000, 1 << 20], &SwapOptions::default()).expect("a file");
     let size = (4096 + 8192 + (1 << 20)) as u64;
-    assert_eq!(swap.describe().size.0, size);
+    assert_eq!(swap.description().size.0, size);
     let file = unnamed_file(folder.path());
     let metadata = file.metadata().expect("facts of the file");
     assert_eq!(metadata.len(), size);
-    if swap.describe().is_reserved {
+    if swap.description().is_reserved {
         assert!(metadata.blocks() * 512 >= size, "only {} units of 512 bytes are taken", metadata.blocks());
     }
     assert_eq!(fs::read_dir(folder.path()).expect("the folder").count(), 0);
@@ -79,7 +79,7 @@ fn the_description_says_what_was_chosen() {
     let folder = folder();
     for method in METHODS {
         let swap = SwapFile::create(folder.path(), &[10_000], &options(method)).expect("a swap file");
-        let description = swap.describe();
+        let description = swap.description();
         assert!(description.method >= method, "faster than asked for: {description}");
         assert_eq!(description.method == method, description.unavailable.is_empty(), "{description}");
         let text = description.to_string();

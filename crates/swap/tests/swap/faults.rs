@@ -106,7 +106,7 @@ fn a_bit_that_flips_on_disk_is_found() {
 }
 
 fn flip_bit(swap: &SwapFile, folder: &tempfile::TempDir, offset: u64) {
-    assert_eq!(swap.describe().size.0, 2 * SPAN);
+    assert_eq!(swap.description().size.0, 2 * SPAN);
     let file = unnamed_file(folder.path());
     let mut byte = [0];
     file.read_exact_at(&mut byte, offset).expect("the byte is there");

@@ -1,7 +1,7 @@
 //! Copies, and kernels that are Rust functions.
 
 use super::Device;
-use crate::kernels::call::{ElementwiseCall, each};
+use crate::kernels::call::{ElementwiseCall, per_element_cost};
 use crate::kernels::cpu::element::with_element;
 use crate::view::{View, ViewMut};
 
@@ -31,7 +31,7 @@ impl Device {
         function: impl Fn(f32) -> f32 + Send + Sync + 'static,
     ) {
         assert_eq!(x.shape(), y.shape());
-        let cost = each(x.shape(), operations).reads(x.num_bytes()).writes(y.num_bytes());
+        let cost = per_element_cost(x.shape(), operations).reads(x.num_bytes()).writes(y.num_bytes());
         self.issue_function("map", cost, [x], y, move |cpu, [x], mut y| {
             with_element!(x.dtype() => |T| cpu.map::<T>(x.elements(cpu), y.elements(cpu), &function));
         });
@@ -51,7 +51,7 @@ impl Device {
     ) {
         assert!(left.shape() == y.shape() && right.shape() == y.shape());
         let read_bytes = left.num_bytes() + right.num_bytes();
-        let cost = each(left.shape(), operations).reads(read_bytes).writes(y.num_bytes());
+        let cost = per_element_cost(left.shape(), operations).reads(read_bytes).writes(y.num_bytes());
         self.issue_function("zip", cost, [left, right], y, move |cpu, [left, right], mut y| {
             with_element!(y.dtype() => |T| {
                 cpu.zip::<T>(left.elements(cpu), right.elements(cpu), y.elements(cpu), &function);
@@ -66,7 +66,7 @@ impl Device {
         operations: usize,
         function: impl Fn(f32) -> f32 + Send + Sync + 'static,
     ) {
-        let cost = each(y.shape(), operations).updates(y.num_bytes());
+        let cost = per_element_cost(y.shape(), operations).updates(y.num_bytes());
         self.issue_function("map_in_place", cost, [], y, move |cpu, [], mut y| {
             with_element!(y.dtype() => |T| cpu.map_in_place::<T>(y.elements(cpu), &function));
         });
@@ -84,7 +84,7 @@ impl Device {
         function: impl Fn(f32, f32) -> f32 + Send + Sync + 'static,
     ) {
         assert_eq!(x.shape(), y.shape());
-        let cost = each(x.shape(), operations).reads(x.num_bytes()).updates(y.num_bytes());
+        let cost = per_element_cost(x.shape(), operations).reads(x.num_bytes()).updates(y.num_bytes());
         self.issue_function("zip_in_place", cost, [x], y, move |cpu, [x], mut y| {
             with_element!(y.dtype() => |T| with_element!(x.dtype() => |U| {
                 cpu.zip_in_place::<T, U>(y.elements(cpu), x.elements(cpu), &function);
@@ -105,7 +105,7 @@ impl Device {
         compute: impl Fn([&[f32]; N], usize, &mut [f32]) + Send + Sync + 'static,
     ) {
         let read_bytes = inputs.iter().map(View::num_bytes).sum();
-        let cost = each(out.shape(), operations).reads(read_bytes).writes(out.num_bytes());
+        let cost = per_element_cost(out.shape(), operations).reads(read_bytes).writes(out.num_bytes());
         self.issue_function("for_each_row", cost, inputs, out, move |cpu, inputs, mut out| {
             let (inputs, cols) = (inputs.map(|input| input.f32s(cpu)), out.shape().cols());
             cpu.for_each_row(out.f32s(cpu), cols, |row, out| compute(inputs, row, out));
@@ -126,7 +126,7 @@ impl Device {
     ) {
         assert_eq!(left.shape(), right.shape());
         let read_bytes = left.num_bytes() + right.num_bytes();
-        let cost = each(left.shape(), operations + 1).reads(read_bytes).writes(sums.num_bytes());
+        let cost = per_element_cost(left.shape(), operations + 1).reads(read_bytes).writes(sums.num_bytes());
         let inputs = [left, right];
         self.issue_function("zip_sum_rows", cost, inputs, sums, move |cpu, [left, right], mut sums| {
             let cols = left.shape().cols();

@@ -49,7 +49,7 @@ impl Device {
             states: operands,
             pieces: Arc::clone(pieces),
             updates: Arc::clone(updates),
-            noise,
+            rounding_seed: noise,
         });
     }
 

@@ -26,7 +26,7 @@ fn counting_devices_compute_and_allocate_nothing() {
 }
 
 #[test]
-fn a_budget_holds_for_blocks() {
+fn budgets_limit_rounded_allocation_sizes() {
     let options = DeviceOptions { num_threads: 1, budget: Some(1024), ..DeviceOptions::default() };
     let device = Device::cpu(options).unwrap();
     let vector = |len: usize| device.zeros([len].into(), DType::F32, Category::Gradients);

@@ -93,7 +93,7 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
 /// A copy between memory of a device and memory of the host.
 pub(crate) struct HostCopy {
     pub(crate) device: DeviceSide,
-    pub(crate) host: Box<dyn HostPart>,
+    pub(crate) host: Box<dyn HostSide>,
     /// Completes when no earlier copy uses the host memory.
     pub(crate) after: Event,
 }
@@ -122,7 +122,7 @@ impl DeviceSide {
 }
 
 /// Host memory that is lent to a copy.
-pub(crate) trait HostPart: Send {
+pub(crate) trait HostSide: Send {
     /// Returns the bytes to copy. Panics if an earlier copy still uses them.
     fn bytes(&mut self) -> &mut [u8];
 
@@ -137,7 +137,7 @@ struct Lent<B: HostMemory> {
     returned: Arc<Mutex<Option<B>>>,
 }
 
-impl<B: HostMemory> HostPart for Lent<B> {
+impl<B: HostMemory> HostSide for Lent<B> {
     fn bytes(&mut self) -> &mut [u8] {
         assert!(self.memory.event().is_done(), "a copy runs after the one before");
         &mut self.memory.wait_mut().bytes_mut()[self.range.clone()]

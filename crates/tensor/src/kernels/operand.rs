@@ -79,7 +79,7 @@ impl Operand {
     }
 
     /// Returns the address at which `cpu` can access the operand. Panics if `cpu` cannot access it.
-    fn reach(&self, cpu: &Cpu) -> NonNull<u8> {
+    fn address_for(&self, cpu: &Cpu) -> NonNull<u8> {
         match cpu.mapping() {
             Some(mapping) if self.num_bytes > 0 => mapping.translate(self.start, self.num_bytes),
             Some(_) => self.start,
@@ -91,7 +91,7 @@ impl Operand {
     }
 
     pub(crate) fn bytes(self, cpu: &Cpu) -> &[u8] {
-        let start = self.reach(cpu);
+        let start = self.address_for(cpu);
         // SAFETY: `start` is where `cpu` can access all bytes of a view that was borrowed when the kernel was issued, in memory that still
         // exists (see the module). Every byte is initialized: pages of a fresh mapping are zeros. Nothing writes to these bytes now: a
         // kernel of the CPU runs before the call that issues it returns, and the view is borrowed meanwhile. A detached device runs one
@@ -177,7 +177,7 @@ impl OperandMut {
     }
 
     pub(crate) fn bytes<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [u8] {
-        let start = self.0.reach(cpu);
+        let start = self.0.address_for(cpu);
         // SAFETY: as in `Operand::bytes`, for a view that was borrowed mutably: no other code reads or writes these bytes now.
         unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), self.0.num_bytes) }
     }

@@ -9,7 +9,7 @@ use crate::shape::Shape;
 use std::ops::Range;
 
 pub use info::ParameterInfo;
-pub use model_rank::{ExpertsError, ModelRank, UnsplittableError};
+pub use model_rank::{ExpertDegreeError, ModelRank, UnsplittableError};
 pub(crate) use unit::leaf_sum;
 pub use unit::{NUM_LEAVES, UnitInfo};
 

@@ -30,7 +30,7 @@ impl From<AxisRank> for ModelRank {
 /// An expert-parallel degree that does not fit a model.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "messages explain the fields")]
-pub enum ExpertsError {
+pub enum ExpertDegreeError {
     /// The model has no experts.
     #[error(
         "the model has no experts, so {degree} ranks cannot have different ones; use an expert-parallel degree of 1"
@@ -145,25 +145,25 @@ impl ParameterTable {
     ///
     /// # Errors
     /// If there are no experts, or for the first unit whose experts are not divisible or have different layouts.
-    pub fn check_expert_degree(&self, degree: usize) -> Result<(), ExpertsError> {
+    pub fn check_expert_degree(&self, degree: usize) -> Result<(), ExpertDegreeError> {
         let units_with_experts = || self.units.iter().filter(|unit| unit.num_experts > 0);
         if degree <= 1 {
             return Ok(());
         }
         let Some(fewest) = units_with_experts().map(|unit| unit.num_experts).min() else {
-            return Err(ExpertsError::NoExperts { degree });
+            return Err(ExpertDegreeError::NoExperts { degree });
         };
         let divides =
             |degree: usize| units_with_experts().all(|unit| unit.num_experts.is_multiple_of(degree));
         let Some(unit) = units_with_experts().find(|unit| !unit.num_experts.is_multiple_of(degree)) else {
             return match units_with_experts().find(|unit| !self.has_equal_layouts(unit, degree)) {
                 None => Ok(()),
-                Some(unit) => Err(ExpertsError::LayoutMismatch { unit: unit.name.clone(), degree }),
+                Some(unit) => Err(ExpertDegreeError::LayoutMismatch { unit: unit.name.clone(), degree }),
             };
         };
         let below = (1..degree).rev().find(|&degree| divides(degree));
         let above = (degree + 1..=fewest).find(|&degree| divides(degree));
-        Err(ExpertsError::Indivisible {
+        Err(ExpertDegreeError::Indivisible {
             unit: unit.name.clone(),
             num_experts: unit.num_experts,
             degree,

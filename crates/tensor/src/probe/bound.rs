@@ -29,7 +29,7 @@ trireme_base::named! {
 impl Probe {
     /// Measures the peaks that bound kernels of a precision on this device.
     pub fn peaks(&self, precision: Precision) -> Peaks {
-        let peak = |precision| self.peak(ExecutionUnit::of(self.device.cpu_features(), precision));
+        let peak = |precision| self.peak(ExecutionUnit::of(self.device.simd_level(), precision));
         Peaks { matmul: peak(precision), arithmetic: peak(Precision::F32) }
     }
 

@@ -4,8 +4,8 @@ use crate::timing::NUM_RUNS_MIN;
 
 const NO_TIME: Duration = Duration::ZERO;
 
-fn device(features_max: Option<SimdLevel>) -> Device {
-    Device::cpu(DeviceOptions { num_threads: 2, features_max, ..DeviceOptions::default() }).unwrap()
+fn device(simd_level_max: Option<SimdLevel>) -> Device {
+    Device::cpu(DeviceOptions { num_threads: 2, simd_level_max, ..DeviceOptions::default() }).unwrap()
 }
 
 fn assert_sane(timing: Timing) {
@@ -14,9 +14,9 @@ fn assert_sane(timing: Timing) {
 
 #[test]
 fn levels_are_kept_below_a_maximum() {
-    assert_eq!(device(None).cpu_features(), SimdLevel::detect());
+    assert_eq!(device(None).simd_level(), SimdLevel::detect());
     for most in SimdLevel::ALL {
-        assert_eq!(device(Some(most)).cpu_features(), most.min(SimdLevel::detect()));
+        assert_eq!(device(Some(most)).simd_level(), most.min(SimdLevel::detect()));
         assert_eq!(reason_unsupported(most).is_none(), most <= SimdLevel::detect());
     }
 }

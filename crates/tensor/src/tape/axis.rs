@@ -52,7 +52,7 @@ impl OperationContext<'_> {
         self.tape.pass.axes.tensor.as_ref()
     }
 
-    fn expect_axis(&self) -> &TensorAxis {
+    fn expect_tensor_axis(&self) -> &TensorAxis {
         self.tensor_axis().expect("only several ranks have parts of values")
     }
 
@@ -65,35 +65,35 @@ impl OperationContext<'_> {
     /// If the tensor axis has one rank.
     pub fn gather_rows(&self, part: View<'_>) -> Result<Tensor> {
         let gather = self.start_gather(part)?;
-        self.finish_on_axis(gather)
+        self.finish_exchange(gather)
     }
 
     /// Starts [`gather_rows`](OperationContext::gather_rows).
     pub(super) fn start_gather(&self, part: View<'_>) -> Result<PendingValue> {
-        let axis = self.expect_axis();
+        let axis = self.expect_tensor_axis();
         let exchange = axis.ops.start(self.device(), ExchangeKind::AllGather, part)?;
         Ok(PendingValue::InFlight(exchange, axis.full_shape(part.shape()), part.dtype()))
     }
 
     /// Waits for a started exchange and returns its result.
-    pub(super) fn finish_on_axis(&self, value: PendingValue) -> Result<Tensor> {
+    pub(super) fn finish_exchange(&self, value: PendingValue) -> Result<Tensor> {
         match value {
             PendingValue::Ready(tensor) => Ok(tensor),
             PendingValue::InFlight(exchange, shape, dtype) => {
                 let mut result = self.empty(shape, dtype)?;
-                self.expect_axis().ops.finish(self.device(), exchange, result.view_mut())?;
+                self.expect_tensor_axis().ops.finish(self.device(), exchange, result.view_mut())?;
                 Ok(result)
             }
         }
     }
 
-    /// Like [`finish_on_axis`](OperationContext::finish_on_axis), but the returned tensor may borrow the exchange's own memory, to avoid a
-    /// copy. Drop it soon: later exchanges need that memory.
+    /// Like [`finish_exchange`](OperationContext::finish_exchange), but the returned tensor may borrow the exchange's own memory, to avoid
+    /// a copy. Drop it soon: later exchanges need that memory.
     pub(super) fn finish_temporary(&self, value: PendingValue) -> Result<Tensor> {
         match value {
             PendingValue::Ready(tensor) => Ok(tensor),
             PendingValue::InFlight(exchange, shape, dtype) => {
-                self.expect_axis().ops.finish_temporary(self.device(), exchange, shape, dtype)
+                self.expect_tensor_axis().ops.finish_temporary(self.device(), exchange, shape, dtype)
             }
         }
     }
@@ -115,7 +115,7 @@ impl OperationContext<'_> {
     /// # Panics
     /// If the tensor axis has one rank.
     pub fn split_rows(&self, whole: View<'_>) -> Result<Tensor> {
-        let axis = self.expect_axis();
+        let axis = self.expect_tensor_axis();
         let mut part = self.empty(axis.part_shape(whole.shape())?, whole.dtype())?;
         let first = axis.axis_rank().rank * part.shape().num_elements();
         self.device().copy(whole.part(first, part.shape()), part.view_mut());
@@ -130,7 +130,7 @@ impl OperationContext<'_> {
     /// [`DeviceError::UnequalRows`](crate::DeviceError::UnequalRows) if the result cannot be sharded by rows.
     pub fn sum_over_ranks(&self, term: Tensor, sharding: Sharding) -> Result<Tensor> {
         let sum = self.start_sum(term, sharding)?;
-        self.finish_on_axis(sum)
+        self.finish_exchange(sum)
     }
 
     /// Starts [`sum_over_ranks`](OperationContext::sum_over_ranks).

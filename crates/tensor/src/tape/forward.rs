@@ -302,7 +302,7 @@ impl ForwardContext<'_> {
     ) -> Result<Tensor> {
         let sum = self.start_sum(term, self.output_sharding())?;
         if bias.is_none() && residual.is_none() {
-            return self.finish_on_axis(sum);
+            return self.finish_exchange(sum);
         }
         let sum = self.finish_temporary(sum)?;
         let dtype = if residual.is_some() { DType::F32 } else { sum.dtype() };

@@ -143,7 +143,7 @@ impl Network {
 fn separate_backward_halves_give_the_same_bits() {
     for activation in [
         InputActivation::Identity,
-        InputActivation::Of(Activation::Gelu),
+        InputActivation::Elementwise(Activation::Gelu),
         InputActivation::Gated(Activation::Silu),
     ] {
         let network = Network::new(activation);

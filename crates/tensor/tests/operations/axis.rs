@@ -77,14 +77,14 @@ fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found
         weight: table.add(matrix("narrow", [HIDDEN, INNER], AxisSplit::along(1))),
         layout: WeightLayout::OutputsFirst,
         bias: Some(table.add(Parameter::vector("narrow.bias", HIDDEN, normal))),
-        activation: InputActivation::Of(Activation::Gelu),
+        activation: InputActivation::Elementwise(Activation::Gelu),
     });
     // One layer has an activated input; the input of the other one has no gradient.
     let columns = |table: &mut ParameterTable, name: &str, activation| {
         let weight = table.add(matrix(name, [INNER, HIDDEN], AxisSplit::along(0)));
         Arc::new(Linear { weight, layout: WeightLayout::OutputsFirst, bias: None, activation })
     };
-    let activated = columns(&mut table, "activated", InputActivation::Of(Activation::Gelu));
+    let activated = columns(&mut table, "activated", InputActivation::Elementwise(Activation::Gelu));
     let fixed = columns(&mut table, "fixed", InputActivation::Identity);
     let [after_activated, after_fixed] = ["after activated", "after fixed"].map(|name| {
         let weight = table.add(matrix(name, [INNER, HIDDEN], AxisSplit::along(0)));

@@ -13,10 +13,10 @@ fn linear_layers() {
     for (rows, layout, activation, has_bias, has_residual) in [
         (3, WeightLayout::InputsFirst, InputActivation::Identity, false, false),
         (1, WeightLayout::OutputsFirst, InputActivation::Identity, true, true),
-        (4, WeightLayout::InputsFirst, InputActivation::Of(Activation::Gelu), true, true),
+        (4, WeightLayout::InputsFirst, InputActivation::Elementwise(Activation::Gelu), true, true),
         (2, WeightLayout::OutputsFirst, InputActivation::Gated(Activation::Silu), true, false),
         (2, WeightLayout::InputsFirst, InputActivation::Gated(Activation::Silu), false, true),
-        (3, WeightLayout::InputsFirst, InputActivation::Of(Activation::ExactGelu), true, false),
+        (3, WeightLayout::InputsFirst, InputActivation::Elementwise(Activation::ExactGelu), true, false),
         (2, WeightLayout::OutputsFirst, InputActivation::Gated(Activation::Gelu), false, true),
     ] {
         let mut table = ParameterTable::default();
@@ -56,7 +56,7 @@ fn activated(activation: InputActivation, x: &[f64], inputs: usize) -> Vec<f64> 
     };
     match activation {
         InputActivation::Identity => x.to_vec(),
-        InputActivation::Of(activation) => x.iter().map(|&x| curve(activation, x)).collect(),
+        InputActivation::Elementwise(activation) => x.iter().map(|&x| curve(activation, x)).collect(),
         InputActivation::Gated(activation) => {
             let row = |row: &[f64]| -> Vec<f64> {
                 let (gate, up) = row.split_at(inputs);
@@ -72,7 +72,7 @@ fn layers_of_groups_of_rows() {
     let (inputs, outputs) = (5, 7);
     for (starts, activation) in [
         (&[0_usize, 2, 2, 5][..], InputActivation::Identity),
-        (&[0, 4], InputActivation::Of(Activation::ExactGelu)),
+        (&[0, 4], InputActivation::Elementwise(Activation::ExactGelu)),
         (&[0, 0, 3, 4], InputActivation::Gated(Activation::Silu)),
         (&[0, 0, 0], InputActivation::Identity),
     ] {

@@ -58,7 +58,7 @@ fn a_value_with_several_readers() {
     let [first, left, right] = weights;
     let [first, left] = [first, left].map(|weight| linear(weight, InputActivation::Identity));
     // The backward of this layer computes in the memory of its input.
-    let right = linear(right, InputActivation::Of(Activation::Gelu));
+    let right = linear(right, InputActivation::Elementwise(Activation::Gelu));
     let norm = Arc::new(Norm {
         weight: norm_weight,
         bias: None,
@@ -290,7 +290,7 @@ fn backward_does_not_overwrite_inputs_of_the_tape() {
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
     let weight = table.add(Parameter::matrix("weight", &[4, 4], Initial::ZEROS));
-    let (layout, activation) = (WeightLayout::InputsFirst, InputActivation::Of(Activation::Gelu));
+    let (layout, activation) = (WeightLayout::InputsFirst, InputActivation::Elementwise(Activation::Gelu));
     let linear = Arc::new(Linear { weight, layout, bias: None, activation });
     let parameters = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
     let mut tape = Tape::new(&device, Recording::On, Precision::F32);

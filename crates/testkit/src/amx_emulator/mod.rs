@@ -30,8 +30,8 @@ static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 /// # Panics
 /// If the system refuses the handler.
 pub fn emulate_amx() {
-    static DECIDED: Once = Once::new();
-    DECIDED.call_once(|| {
+    static INIT: Once = Once::new();
+    INIT.call_once(|| {
         if !request_tile_permission() {
             install();
         }

@@ -1,7 +1,7 @@
 //! Keys whose values are words.
 
 use super::nearest;
-use super::value::Value;
+use super::value::ConfigValue;
 use std::path::PathBuf;
 use toml::de::DeValue;
 use trireme_codec::CodecName;
@@ -14,10 +14,10 @@ use trireme_schedule::collective::Algorithm;
 use trireme_schedule::pipeline::ScheduleKind;
 use trireme_tensor::Precision;
 
-/// Implements [`Value`] for an enum whose variants have names: a value is written as the name of its variant.
+/// Implements [`ConfigValue`] for an enum whose variants have names: a value is written as the name of its variant.
 macro_rules! value_by_name {
     ($name:ident) => {
-        impl Value for $name {
+        impl ConfigValue for $name {
             fn expected() -> String {
                 one_of(&Self::ALL.map(Self::name))
             }
@@ -232,7 +232,7 @@ pub enum Tokenizer {
     File(PathBuf),
 }
 
-impl Value for Tokenizer {
+impl ConfigValue for Tokenizer {
     fn expected() -> String {
         "\"auto\", \"bytes\" or the path of a tokenizer.json".to_owned()
     }
@@ -267,7 +267,7 @@ pub enum Resume {
     From(PathBuf),
 }
 
-impl Value for Resume {
+impl ConfigValue for Resume {
     fn expected() -> String {
         "\"auto\", \"never\" or the path of a checkpoint or of a run's folder, with a '/' in it".to_owned()
     }
@@ -291,7 +291,7 @@ impl Value for Resume {
     }
 }
 
-impl Value for Algorithm {
+impl ConfigValue for Algorithm {
     fn expected() -> String {
         "the name of an algorithm, such as \"ring\" or \"hierarchical:all:direct:ring\"".to_owned()
     }

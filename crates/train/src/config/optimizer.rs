@@ -4,7 +4,7 @@ use super::checks::{Checks, changed_keys};
 use super::choice::one_of;
 use super::mistake::{ConfigError, Mistake};
 use super::section::{Key, KeyError, Section};
-use super::value::{Value, expected_within, read_within};
+use super::value::{ConfigValue, expected_within, read_within};
 use super::{Config, OptimizerGroup};
 use toml::de::DeValue;
 use trireme_optim::{MuonScale, OptimizerName, OptimizerSettings, ParameterGroup, Setting, SettingValue};

@@ -108,7 +108,7 @@ steps = 4 # few
     }
 
     #[test]
-    fn the_name_of_the_run_is_that_of_the_first_file() {
+    fn the_given_config_keeps_the_name_of_the_run() {
         let (config, text) = given(&[]);
         let read = Config::parse(&text, Path::new("config.given.toml"), &[], None).unwrap();
         assert_eq!((read.run_folder(), &read), (config.run_folder(), &config));

@@ -15,17 +15,17 @@ const TENSOR_DEGREE: &str = "parallelism.tensor_parallel_degree";
 const CONTEXT_DEGREE: &str = "parallelism.context_parallel_degree";
 const HEADS_DEGREE: &str = "parallelism.context_parallel_heads_degree";
 const EXPERT_DEGREE: &str = "parallelism.expert_parallel_degree";
-const DEGREE: &str = "parallelism.pipeline_parallel_degree";
+const PIPELINE_DEGREE: &str = "parallelism.pipeline_parallel_degree";
 const SCHEDULE: &str = "parallelism.pipeline_parallel_schedule";
 const SCHEDULE_FILE: &str = "parallelism.pipeline_parallel_schedule_file";
-const INTERVAL: &str = "parallelism.pipeline_parallel_rebalance_interval";
+const REBALANCE_INTERVAL: &str = "parallelism.pipeline_parallel_rebalance_interval";
 
 /// Checks the degrees of parallelism. Returns the number of workers that see different data.
 pub(super) fn check_degrees(checks: &mut Checks<'_>, world_size: usize) -> usize {
     let Parallelism { pipeline_parallel_degree, context_parallel_degree, tensor_parallel_degree, .. } =
         checks.unchecked.sections.parallelism;
     let degrees = [
-        (DEGREE, "pipeline degree", pipeline_parallel_degree),
+        (PIPELINE_DEGREE, "pipeline degree", pipeline_parallel_degree),
         (CONTEXT_DEGREE, "context degree", context_parallel_degree),
         (TENSOR_DEGREE, "tensor degree", tensor_parallel_degree),
     ];
@@ -150,7 +150,7 @@ fn check_pipeline(checks: &mut Checks<'_>) {
         "pipeline_parallel_rebalance_interval",
     ];
     for key in changed_keys(parallelism).filter(|key| unused.contains(key)) {
-        let keys = [&format!("parallelism.{key}"), DEGREE];
+        let keys = [&format!("parallelism.{key}"), PIPELINE_DEGREE];
         checks.only_applies(degree > 1, &keys, "pipeline_parallel_degree above 1");
     }
 }
@@ -185,7 +185,7 @@ fn check_split_points(checks: &mut Checks<'_>) {
     let Sections { parallelism, .. } = &checks.unchecked.sections;
     let (points, num_stages) = (&parallelism.pipeline_parallel_split_points, parallelism.num_stages());
     const KEY: &str = "parallelism.pipeline_parallel_split_points";
-    let keys = [KEY, DEGREE, "parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
+    let keys = [KEY, PIPELINE_DEGREE, "parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
     // A schedule file determines the number of stages.
     let is_open = points.is_empty() || parallelism.pipeline_parallel_schedule_file.is_some();
     checks.require(is_open || num_stages == 1 || points.len() == num_stages - 1, &keys, || {
@@ -203,26 +203,28 @@ fn check_rebalance(checks: &mut Checks<'_>) {
     let Sections { parallelism, memory, comm, optimizer, .. } = &checks.unchecked.sections;
     let is_on = parallelism.pipeline_parallel_rebalance_interval > 0;
     for (key, budget) in [("device_budget", memory.device_budget), ("host_budget", memory.host_budget)] {
-        checks.require(!is_on || budget.0.is_none(), &[INTERVAL, &format!("memory.{key}")], || {
+        checks.require(!is_on || budget.0.is_none(), &[REBALANCE_INTERVAL, &format!("memory.{key}")], || {
             format!(
                 "units might move to a worker that has no room for them; remove this key, or {key} of [memory]"
             )
         });
     }
     let exchanges_momentum = optimizer.name.exchanges_momentum();
-    checks.require(!is_on || comm.compression == CodecName::None, &[INTERVAL, "comm.compression"], || {
-        "what compressors keep of a unit does not move with it; remove one of the two keys".to_owned()
-    });
-    checks.require(!is_on || !exchanges_momentum, &[INTERVAL, "optimizer.name"], || {
+    checks.require(
+        !is_on || comm.compression == CodecName::None,
+        &[REBALANCE_INTERVAL, "comm.compression"],
+        || "what compressors keep of a unit does not move with it; remove one of the two keys".to_owned(),
+    );
+    checks.require(!is_on || !exchanges_momentum, &[REBALANCE_INTERVAL, "optimizer.name"], || {
         "what this optimizer's compressors keep of a unit does not move with it; remove this key, or use \"adamw\"".to_owned()
     });
     let is_sharded = parallelism.state_layout().is_sharded(StateClass::Parameters);
-    checks.require(!is_on || !is_sharded, &[INTERVAL, "parallelism.zero_stage"], || {
+    checks.require(!is_on || !is_sharded, &[REBALANCE_INTERVAL, "parallelism.zero_stage"], || {
         "units whose parameters are sharded do not move; remove this key, or set zero_stage = 2".to_owned()
     });
     const KEY: &str = "pipeline_parallel_rebalance_threshold";
     if changed_keys(parallelism).any(|key| key == KEY) {
-        checks.require(is_on, &[&format!("parallelism.{KEY}"), INTERVAL], || {
+        checks.require(is_on, &[&format!("parallelism.{KEY}"), REBALANCE_INTERVAL], || {
             "only applies with pipeline_parallel_rebalance_interval; set that, such as to 100, or remove this key".to_owned()
         });
     }
@@ -257,7 +259,7 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
                  or pipeline_parallel_drain_interval")
         });
     }
-    checks.require(parallelism.pipeline_parallel_rebalance_interval == 0, &[INTERVAL, SCHEDULE], || {
+    checks.require(parallelism.pipeline_parallel_rebalance_interval == 0, &[REBALANCE_INTERVAL, SCHEDULE], || {
         "moving units would change the staleness of their gradients; remove this key, or use a schedule that drains".to_owned()
     });
     let are_grads_whole = !parallelism.state_layout().is_sharded(StateClass::Gradients);

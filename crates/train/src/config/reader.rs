@@ -194,7 +194,7 @@ impl UncheckedConfig {
                     Some((list, _)) => {
                         explain_unknown_key_in(target, &format!("[[{}.{list}]]", path.section), key)
                     }
-                    None => unknown_key(&self.sections, path.section, key),
+                    None => explain_unknown_key(&self.sections, path.section, key),
                 };
                 self.doubtful.insert(path.section.to_owned());
                 self.refuse(given, explanation);
@@ -254,7 +254,7 @@ fn explain_undotted(sections: &Sections, option: &str) -> String {
     format!("expected section.key=value{hint}")
 }
 
-fn unknown_key(sections: &Sections, section: &str, key: &str) -> String {
+fn explain_unknown_key(sections: &Sections, section: &str, key: &str) -> String {
     if let Some(other) = section_with_key(sections, key) {
         return format!("unknown key in [{section}]; it belongs in [{other}]");
     }

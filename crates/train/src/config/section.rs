@@ -149,7 +149,7 @@ macro_rules! config_section {
                         docs: &[$($key_doc),+],
                         attributes: &[$(config_section!(@attribute $attribute)),*],
                         expected: config_section!(@expected $type $(, $range)?),
-                        value: $crate::config::value::Value::write(&self.$key),
+                        value: $crate::config::value::ConfigValue::write(&self.$key),
                     },
                 )+];
                 $(let keys = keys.into_iter().chain(self.$embedded.keys()).collect();)?
@@ -192,9 +192,9 @@ macro_rules! config_section {
     (@attribute per_rank) => { $crate::config::section::Attribute::PerRank };
     (@name $key:ident) => { stringify!($key) };
     (@name $key:ident $word:literal) => { $word };
-    (@expected $type:ty) => { <$type as $crate::config::value::Value>::expected() };
+    (@expected $type:ty) => { <$type as $crate::config::value::ConfigValue>::expected() };
     (@expected $type:ty, $range:expr) => { $crate::config::value::expected_within::<$type>(&$range) };
-    (@read $type:ty, $value:expr) => { <$type as $crate::config::value::Value>::read($value) };
+    (@read $type:ty, $value:expr) => { <$type as $crate::config::value::ConfigValue>::read($value) };
     (@read $type:ty, $value:expr, $range:expr) => {
         $crate::config::value::read_within::<$type>($value, &$range)
     };

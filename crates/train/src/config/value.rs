@@ -9,7 +9,7 @@ use toml::de::DeValue;
 use trireme_base::Bytes;
 
 /// A type of values that keys can have.
-pub(super) trait Value: Sized {
+pub(super) trait ConfigValue: Sized {
     /// Returns the accepted values, as a phrase that follows "expected".
     fn expected() -> String;
 
@@ -22,13 +22,13 @@ pub(super) trait Value: Sized {
 
 pub(super) fn read_within<T>(value: &DeValue<'_>, range: &impl RangeBounds<T>) -> Result<T, String>
 where
-    T: Value + PartialOrd + Display,
+    T: ConfigValue + PartialOrd + Display,
 {
     T::read(value).ok().filter(|value| range.contains(value)).ok_or_else(|| expected_within(range))
 }
 
 /// Returns the accepted values within `range`, as a phrase that follows "expected".
-pub(super) fn expected_within<T: Value + Display>(range: &impl RangeBounds<T>) -> String {
+pub(super) fn expected_within<T: ConfigValue + Display>(range: &impl RangeBounds<T>) -> String {
     let kind = T::expected();
     match (range.start_bound(), range.end_bound()) {
         (Bound::Included(low), Bound::Included(high)) => format!("{kind} from {low} to {high}"),
@@ -55,7 +55,7 @@ pub(super) fn above_up_to(low: f64, high: f64) -> (Bound<f64>, Bound<f64>) {
 
 macro_rules! whole_number {
     ($($type:ty),+) => {$(
-        impl Value for $type {
+        impl ConfigValue for $type {
             fn expected() -> String {
                 "a whole number".to_owned()
             }
@@ -78,7 +78,7 @@ macro_rules! whole_number {
 
 whole_number!(u16, u32, u64, usize, i64);
 
-impl Value for f64 {
+impl ConfigValue for f64 {
     fn expected() -> String {
         "a number".to_owned()
     }
@@ -98,7 +98,7 @@ impl Value for f64 {
     }
 }
 
-impl Value for bool {
+impl ConfigValue for bool {
     fn expected() -> String {
         "true or false".to_owned()
     }
@@ -112,7 +112,7 @@ impl Value for bool {
     }
 }
 
-impl Value for String {
+impl ConfigValue for String {
     fn expected() -> String {
         "a string".to_owned()
     }
@@ -130,7 +130,7 @@ impl Value for String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ByteLimit(pub Option<Bytes>);
 
-impl Value for ByteLimit {
+impl ConfigValue for ByteLimit {
     fn expected() -> String {
         "a size with a unit, such as \"512MiB\" or \"1.5GiB\", or \"none\"".to_owned()
     }
@@ -172,7 +172,7 @@ impl std::fmt::Display for Interval {
     }
 }
 
-impl Value for Interval {
+impl ConfigValue for Interval {
     fn expected() -> String {
         format!("a number of steps, 1 or more, or {}", Duration::expected())
     }
@@ -192,7 +192,7 @@ impl Value for Interval {
 }
 
 /// Whole seconds, at least 1.
-impl Value for Duration {
+impl ConfigValue for Duration {
     fn expected() -> String {
         "a time such as \"90s\", \"10m\" or \"1h\"".to_owned()
     }
@@ -218,7 +218,7 @@ impl Value for Duration {
 }
 
 /// TCP ports, written as `40000-40063`.
-impl Value for RangeInclusive<u16> {
+impl ConfigValue for RangeInclusive<u16> {
     fn expected() -> String {
         "ports such as \"40000-40063\", from 1 to 65535".to_owned()
     }
@@ -237,7 +237,7 @@ impl Value for RangeInclusive<u16> {
     }
 }
 
-impl Value for IpAddr {
+impl ConfigValue for IpAddr {
     fn expected() -> String {
         "an IP address, such as \"127.0.0.1\" or \"::\"".to_owned()
     }
@@ -251,7 +251,7 @@ impl Value for IpAddr {
     }
 }
 
-impl Value for PathBuf {
+impl ConfigValue for PathBuf {
     fn expected() -> String {
         "a path".to_owned()
     }
@@ -267,7 +267,7 @@ impl Value for PathBuf {
 }
 
 /// An optional key. An empty string unsets a value that was set earlier.
-impl<T: Value> Value for Option<T> {
+impl<T: ConfigValue> ConfigValue for Option<T> {
     fn expected() -> String {
         T::expected()
     }
@@ -281,7 +281,7 @@ impl<T: Value> Value for Option<T> {
     }
 }
 
-impl<T: Value> Value for Vec<T> {
+impl<T: ConfigValue> ConfigValue for Vec<T> {
     fn expected() -> String {
         format!("a list, each element {}", T::expected())
     }

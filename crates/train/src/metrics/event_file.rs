@@ -34,7 +34,7 @@ const STATUS_START: u64 = 1;
 #[derive(Debug)]
 pub(super) struct EventFile {
     pub(super) file: RecordFile,
-    summary: Vec<u8>,
+    nested_message: Vec<u8>,
     event: Vec<u8>,
     record: Vec<u8>,
 }
@@ -63,7 +63,7 @@ impl EventFile {
         };
         let buffer = || Vec::with_capacity(RECORD_BYTES);
         let file = RecordFile::new(path, file, 0, RECORD_BYTES);
-        let mut events = EventFile { file, summary: buffer(), event: buffer(), record: buffer() };
+        let mut events = EventFile { file, nested_message: buffer(), event: buffer(), record: buffer() };
         events
             .write_event(wall_time, 0, |event, _| put_bytes(event, EVENT_FILE_VERSION, b"brain.Event:2"))
             .map_err(Unwritten::into_error)?;
@@ -94,12 +94,12 @@ impl EventFile {
         fill: impl FnOnce(&mut Vec<u8>, &mut Vec<u8>),
     ) -> Result<(), Unwritten> {
         self.event.clear();
-        self.summary.clear();
+        self.nested_message.clear();
         self.event.push(EVENT_WALL_TIME);
         self.event.extend_from_slice(&wall_time.as_secs_f64().to_le_bytes());
         self.event.push(EVENT_STEP);
         put_varint(&mut self.event, step);
-        fill(&mut self.event, &mut self.summary);
+        fill(&mut self.event, &mut self.nested_message);
         self.record.clear();
         put_record(&mut self.record, &self.event);
         self.file.append(&self.record)

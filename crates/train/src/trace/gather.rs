@@ -133,17 +133,17 @@ fn align(step: u64, model_flops: f64, mut ranks: Vec<RankTimeline>) -> TracedSte
     for rank in &mut ranks {
         let ahead = hosts[rank.place.host];
         let shift = |time: &mut u64| *time = time.wrapping_sub(ahead).wrapping_add(root);
-        rank.actions.iter_mut().for_each(|traced| each_time(traced, shift));
+        rank.actions.iter_mut().for_each(|traced| for_each_time(traced, shift));
     }
     let began =
         ranks.iter().filter_map(|rank| rank.actions.first()).map(|first| first.issued).min().unwrap_or(0);
     for rank in &mut ranks {
-        rank.actions.iter_mut().for_each(|traced| each_time(traced, |time| *time -= began));
+        rank.actions.iter_mut().for_each(|traced| for_each_time(traced, |time| *time -= began));
     }
     TracedStep { step, began, model_flops, ranks }
 }
 
-fn each_time(traced: &mut TracedAction, change: impl Fn(&mut u64)) {
+fn for_each_time(traced: &mut TracedAction, change: impl Fn(&mut u64)) {
     [&mut traced.issued, &mut traced.start, &mut traced.end].into_iter().for_each(change);
 }
 
@@ -157,7 +157,7 @@ mod tests {
         let mut ranks = vec![rank(0, 2), rank(1, 2), rank(2, 2)];
         let set = |rank: &mut RankTimeline, host, began: u64| {
             rank.place.host = host;
-            rank.actions.iter_mut().for_each(|traced| each_time(traced, |time| *time += began));
+            rank.actions.iter_mut().for_each(|traced| for_each_time(traced, |time| *time += began));
         };
         set(&mut ranks[0], 0, 1_000_000);
         // Rank 1 began later, and rank 2 has another clock.

@@ -27,8 +27,8 @@ impl Trainer<'_> {
         }
         let found = self.executor.take_hashes()?;
         let table = Arc::clone(self.executor.model().table());
-        for index in 0..self.plans.len() {
-            let (step, loss) = (self.plans[index].step, self.outcomes[index].loss);
+        for index in 0..self.step_plans.len() {
+            let (step, loss) = (self.step_plans[index].step, self.outcomes[index].loss);
             if step.is_multiple_of(interval) {
                 let hashes = found.iter().find(|hashes| hashes.step == step);
                 self.write_hashes(&HashRecord::of_step(step, loss, hashes, &table))?;

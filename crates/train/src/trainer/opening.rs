@@ -9,7 +9,7 @@ use crate::compression::notice_compression;
 use crate::config::{Config, Resume, TaskKind};
 use crate::corpus::record_use;
 use crate::dataset::{Dataset, batch_specs};
-use crate::device::{open_device, spill};
+use crate::device::{enable_spill, open_device};
 use crate::error::TrainError;
 use crate::executor::build_executor;
 use crate::metrics::{HashWriter, MetricsWriter, check_names};
@@ -54,15 +54,15 @@ impl<'a> Trainer<'a> {
         let is_root = group.rank() == Rank::ROOT;
         let lock = if is_root { Some(RunLock::of_run(config)?) } else { None };
         let Samples { train, validation } = Samples::open(&*task, config)?;
-        let facts = Facts::of_config(config, options.features_max);
+        let facts = Facts::of_config(config, options.simd_level_max);
         agree(&facts.merged_with(Facts::of_task(&*task, &*train, validation.as_deref())), &group)?;
         notice_settings(config, &*task, observer);
 
         let batch_specs = batch_specs(&*train, training.local_batch_size);
         let built = PreparedExecutor::new(config, &*task, &batch_specs, group, &options)?;
-        let PreparedExecutor { mut executor, choices, balance, utilization } = built;
+        let PreparedExecutor { mut executor, choices, rebalancer: balance, utilization } = built;
         let reserved = options.plan.as_ref().map_or(0, |plan| plan.non_activation_bytes);
-        let spill = spill(config, executor.device(), reserved);
+        let spill = enable_spill(config, executor.device(), reserved);
         let validation =
             validation.map(|samples| Validation::new(samples, training, &mut executor)).transpose()?;
         notice_compression(&executor, observer)?;
@@ -121,7 +121,7 @@ impl<'a> Trainer<'a> {
             program_time: Duration::ZERO,
             num_algorithm_choices: 0,
             batches: Vec::new(),
-            plans: Vec::new(),
+            step_plans: Vec::new(),
             outcomes: Vec::new(),
             records: Vec::new(),
             first_step_seconds: Vec::with_capacity(stepping::NUM_COMPARED),
@@ -145,7 +145,7 @@ fn notice_settings(config: &Config, task: &dyn Task, observer: &mut dyn Observer
 struct PreparedExecutor {
     executor: Executor,
     choices: StepChoices,
-    balance: Option<Rebalancer>,
+    rebalancer: Option<Rebalancer>,
     utilization: Utilization,
 }
 
@@ -158,8 +158,8 @@ impl PreparedExecutor {
         group: Group,
         options: &TrainerOptions,
     ) -> Result<Self, TrainError> {
-        let TrainerOptions { num_threads, features_max, peak_flops, .. } = *options;
-        let device = open_device(config, num_threads, features_max)?;
+        let TrainerOptions { num_threads, simd_level_max, peak_flops, .. } = *options;
+        let device = open_device(config, num_threads, simd_level_max)?;
         let profile = infer_profile(config, task, group.rank(), num_threads, batch_specs)?;
         let utilization =
             Utilization::new(config, task, &profile, batch_specs, &group, num_threads, peak_flops)?;
@@ -176,7 +176,7 @@ impl PreparedExecutor {
         };
         let balance = Rebalancer::new(config, profile.passes());
         let executor = build_executor(config, model, profile, &choices, group, &device)?;
-        Ok(PreparedExecutor { executor, choices, balance, utilization })
+        Ok(PreparedExecutor { executor, choices, rebalancer: balance, utilization })
     }
 }
 

@@ -27,8 +27,8 @@ impl Trainer<'_> {
         let num_steps = self.executor.program().header.num_steps();
         let schedule = &self.schedule;
         let steps = self.state.step + 1..=self.state.step + num_steps as u64;
-        self.plans.clear();
-        self.plans.extend(steps.map(|step| StepPlan {
+        self.step_plans.clear();
+        self.step_plans.extend(steps.map(|step| StepPlan {
             step,
             lr: schedule.lr(step),
             grad_norm,
@@ -36,7 +36,7 @@ impl Trainer<'_> {
         }));
         self.load_batches()?;
         self.outcomes.clear();
-        self.executor.run_steps(&self.plans, &mut self.batches.drain(..), &mut self.outcomes)?;
+        self.executor.run_steps(&self.step_plans, &mut self.batches.drain(..), &mut self.outcomes)?;
         if let Some(balance) = &mut self.rebalancer
             && !self.executor.timeline().is_empty()
         {
@@ -50,7 +50,7 @@ impl Trainer<'_> {
             let mut metrics = std::mem::take(&mut self.records[index].metrics);
             metrics.clear();
             self.executor.metrics(index).for_each(|metric| metrics.push(metric));
-            let record = self.record(self.plans[index], self.outcomes[index], step_seconds, comm_bytes);
+            let record = self.record(self.step_plans[index], self.outcomes[index], step_seconds, comm_bytes);
             self.records[index] = StepRecord { metrics, ..record };
         }
         self.finish_hashes()
@@ -171,7 +171,7 @@ impl Trainer<'_> {
     /// Reads this rank's microbatches of the next program, and sets in the plans which of its steps have a loss.
     fn load_batches(&mut self) -> Result<(), TrainError> {
         let local_batch_size = self.config.training().local_batch_size;
-        let context = self.executor.ranks().context_place();
+        let context = self.executor.ranks().context_rank();
         let samples_per_step = self.config.training().global_batch_size as u64;
         let mut announced_step = None;
         for index in 0..self.executor.program().header.num_microbatches {
@@ -181,7 +181,7 @@ impl Trainer<'_> {
             let step = offset / samples_per_step;
             if announced_step.replace(step) != Some(step) {
                 let step_first = self.state.next_sample + step * samples_per_step;
-                self.plans[step as usize].has_loss =
+                self.step_plans[step as usize].has_loss =
                     self.train.announce_samples(step_first, samples_per_step)?;
             }
             self.batches.push(read_batch(

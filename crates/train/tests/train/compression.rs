@@ -187,7 +187,7 @@ fn metrics_report_saved_bytes_and_compression_errors() {
 }
 
 #[test]
-fn the_loss_scale_of_kept_gradients_is_that_of_the_checkpoint() {
+fn stored_gradients_are_rescaled_when_the_loss_scale_changes() {
     let folder = tempfile::tempdir().unwrap();
     let keys = ["comm.compression=top_k", "training.dtype=f16"];
     let run = |name: &str, steps, scale: &str| {

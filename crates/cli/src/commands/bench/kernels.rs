@@ -155,7 +155,7 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<()> {
     let copy = Traffic { read: COPY_BYTES, updated: 0, written: COPY_BYTES };
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION"),
-        features: device.cpu_features().to_string(),
+        features: device.simd_level().to_string(),
         threads: num_threads,
         copy_bytes_per_second: copy.moved() as f64 / probe.stream(copy)?.best,
         steps: Vec::new(),
@@ -260,7 +260,7 @@ fn measure(
     let total = |time: fn(&KernelReport) -> f64| {
         kernels.iter().map(|kernel| kernel.calls as f64 * time(kernel)).sum::<f64>() / 1e3
     };
-    let unit = |precision| ExecutionUnit::of(device.cpu_features(), precision).to_string();
+    let unit = |precision| ExecutionUnit::of(device.simd_level(), precision).to_string();
     Ok(StepReport {
         model: step.model.clone(),
         dtype: precision.to_string(),

@@ -8,7 +8,7 @@ use serde_json::json;
 use std::io::Write;
 use std::time::Instant;
 use trireme_base::UnknownName;
-use trireme_schedule::lowering::{lay_out, recompute};
+use trireme_schedule::lowering::{apply_layout, recompute};
 use trireme_schedule::pipeline::{self, Costs, Schedule, ScheduleKind, Sizes, StageCosts};
 use trireme_schedule::{Keep, Program, StateLayout, UnitChain, validate_pipeline};
 
@@ -201,7 +201,7 @@ fn time_phases(
     let programs_ms = lap_ms();
     let keeps = keeps(num_stages * units_per_stage, args.recompute);
     let state = StateLayout::zero(1);
-    let lowered = programs.into_iter().map(|program| lay_out(recompute(program, &keeps), state));
+    let lowered = programs.into_iter().map(|program| apply_layout(recompute(program, &keeps), state));
     let programs: Vec<Program> = lowered.collect();
     let lower_ms = lap_ms();
     validate_pipeline(&programs)?;

@@ -24,7 +24,7 @@ use trireme_parallel::{
     Degrees, Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid,
     StepPlan, ZeroPlusPlus, chain,
 };
-use trireme_schedule::lowering::{lay_out, recompute};
+use trireme_schedule::lowering::{apply_layout, recompute};
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier, single as single_stage};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision, SimdLevel};
 use trireme_train::FP8_NOTICE;
@@ -85,6 +85,9 @@ pub(crate) struct StepArgs {
     /// With --zero-stage 3: how many blocks ahead of their use parameters are gathered.
     #[arg(long, value_name = "N", default_value_t = 1)]
     prefetch: usize,
+    /// Update each unit as soon as its gradient is known, and free the gradient. Requires --zero-stage 0 or 1, and a --dtype other than f16.
+    #[arg(long)]
+    free_gradients: bool,
     /// Where a class of state is kept between its uses, as CLASS=TIER: optimizer, parameters, gradients or
     /// activations; device, host or disk. May be repeated.
     #[arg(long, value_name = "CLASS=TIER", value_parser = parse_offload)]
@@ -249,7 +252,7 @@ impl Batches {
             self.tokens.read(sample as u64, &mut self.window)?;
             set_window(&mut self.samples, row, &self.window);
         }
-        Ok(self.samples.upload_positions(executor.device(), executor.ranks().context_place())?)
+        Ok(self.samples.upload_positions(executor.device(), executor.ranks().context_rank())?)
     }
 }
 
@@ -302,17 +305,17 @@ pub(super) fn build(
     let degrees = Degrees { pipeline: 1, shards, context, heads: args.heads, tensor, experts: args.experts };
     let ranks = RankGrid::new(group, degrees)?;
     let build = |device: &Device| {
-        let place = ranks.model_place();
+        let place = ranks.model_rank();
         Model::build_at(place, device, |device, table| config.build_into(table, args.seq, device))
     };
     let fp8 = args.fp8.map(Fp8Recipe::new);
-    let context = ranks.context_place();
+    let context = ranks.context_rank();
     let passes = PassOptions { precision: args.dtype, fp8, sequence_parallel: true, context };
     let batch: Vec<_> =
-        token_specs(args.batch, args.seq).iter().map(|spec| spec.of_positions(context)).collect();
+        token_specs(args.batch, args.seq).iter().map(|spec| spec.for_context_rank(context)).collect();
     let profile_options = DeviceOptions {
         num_threads: device.num_threads(),
-        features_max: Some(device.cpu_features()),
+        simd_level_max: Some(device.simd_level()),
         ..DeviceOptions::default()
     };
     let profile = ModelProfile::of(build, profile_options, passes, &batch)?;
@@ -334,13 +337,16 @@ pub(super) fn build(
     let keep = |unit| if chain.keeps(unit) { args.keep } else { Keep::All };
     let keeps: Vec<Keep> = (0..chain.num_units).map(keep).collect();
     let program = recompute(single_stage::program(&chain, 1), &keeps);
+    if args.free_gradients && (args.zero_stage > 1 || args.dtype == Precision::F16) {
+        bail!("--free-gradients requires --zero-stage 0 or 1, and --dtype f32 or bf16");
+    }
     if !state.is_possible(program.header.num_microbatches) {
         bail!(
             "--offload: only what --zero-stage {} shards, and activations, can leave the device",
             args.zero_stage
         );
     }
-    let program = lay_out(program, state);
+    let program = apply_layout(program, state);
     let options = ExecutorOptions {
         precision: passes.precision,
         fp8: passes.fp8,
@@ -364,6 +370,7 @@ fn state_layout(args: &StepArgs) -> StateLayout {
     let state = StateLayout {
         gather_ahead: args.prefetch,
         fetch_ahead: args.offload_prefetch,
+        updates_early: args.free_gradients,
         ..StateLayout::zero(args.zero_stage.into())
     };
     args.offload.iter().fold(state, |state, &(class, tier)| state.with_tier(class, tier))
@@ -375,8 +382,8 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: SimdLevel)
         0 => HostShare::of_world(&world, HugePages::Transparent, Bind::None)?.num_threads,
         threads => threads,
     };
-    let features_max = Some(features);
-    let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
+    let simd_level_max = Some(features);
+    let device = Device::cpu(DeviceOptions { num_threads, simd_level_max, ..DeviceOptions::default() })?;
     // Independent workers communicate again only to gather their results.
     let (group, results_group) = if args.independent { (single(), Some(world)) } else { (world, None) };
     let config = read_model(&args.model)?;

@@ -75,7 +75,7 @@ fn measure_kernel(
     let MatmulKernel { precision, unit } = kernel;
     let device = Device::cpu(DeviceOptions {
         num_threads,
-        features_max: Some(unit.features()),
+        simd_level_max: Some(unit.min_simd_level()),
         ..DeviceOptions::default()
     })?;
     let probe = Probe::new(&device, duration);
@@ -93,7 +93,7 @@ fn measure_kernel(
     let transposes: Result<_> = transposes.collect();
     Ok(MatmulMeasurement {
         precision: precision.to_string(),
-        features: unit.features().to_string(),
+        features: unit.min_simd_level().to_string(),
         unit: unit.to_string(),
         is_used: kernel == MatmulKernel::of(simd.level, precision),
         threads: num_threads,

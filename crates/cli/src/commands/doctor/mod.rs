@@ -150,11 +150,11 @@ impl UsedKernel {
         let all = MatmulKernel::up_to(SimdLevel::AmxBf16).into_iter();
         let faster = all.filter(|other| other.precision == precision && other.unit > unit);
         let reason = |other: MatmulKernel| {
-            if let Some(why) = reason_unsupported(other.unit.features()) {
+            if let Some(why) = reason_unsupported(other.unit.min_simd_level()) {
                 return format!("{} unavailable: {why}", other.unit);
             }
             let excluded = simd.excluded.iter().find(|excluded| excluded.kernel == other);
-            let why = excluded.map_or(simd.reason_of_lower(), |excluded| &*excluded.reason);
+            let why = excluded.map_or(simd.reason_unused(), |excluded| &*excluded.reason);
             format!("{} unused: {why}", other.unit)
         };
         UsedKernel {

@@ -44,7 +44,7 @@ impl Breakdown {
                     exposed += of_rank(traced.end - traced.issued);
                     continue;
                 }
-                let produced = producers.end_for(rank, traced.action).unwrap_or(traced.issued);
+                let produced = producers.data_ready_at(rank, traced.action).unwrap_or(traced.issued);
                 let produced = produced.clamp(traced.issued, traced.start);
                 bubble += of_rank(produced - traced.issued);
                 exposed += of_rank(traced.start - produced);
@@ -127,7 +127,7 @@ impl Producers {
     }
 
     /// Returns when other ranks of the pipeline had computed the data that an action of `rank` waits for; `None` if it waits for none.
-    fn end_for(&self, rank: &RankTimeline, action: Action) -> Option<u64> {
+    fn data_ready_at(&self, rank: &RankTimeline, action: Action) -> Option<u64> {
         let pipeline = rank.place.data_rank;
         match action {
             Action::Step { .. } if !rank.header.stages.is_empty() && rank.header.asynchronous.is_none() => {

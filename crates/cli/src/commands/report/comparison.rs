@@ -21,7 +21,7 @@ pub(super) struct Comparison {
     pub(super) measured: StepPicture,
     pub(super) simulated: StepPicture,
     /// Time fractions of the drawn ranks.
-    pub(super) shares: Vec<TimeFractions>,
+    pub(super) time_fractions: Vec<TimeFractions>,
     /// Breakdown over all ranks.
     pub(super) breakdown: Breakdown,
 }
@@ -47,7 +47,7 @@ impl Comparison {
             simulated_time: simulated.makespan,
             measured: StepPicture::new(&programs, &measured),
             simulated: StepPicture::new(&programs, &simulated),
-            shares: drawn.iter().map(|rank| TimeFractions::of(rank, measured_time)).collect(),
+            time_fractions: drawn.iter().map(|rank| TimeFractions::of(rank, measured_time)).collect(),
             breakdown: Breakdown::of(step),
         })
     }
@@ -172,10 +172,10 @@ mod tests {
         assert_eq!(comparison.ratio(), 1.3);
         // Each of the two ranks works 60 of 90.
         assert_eq!(comparison.simulated.bubble, 1.0 - 120.0 / 180.0);
-        let shares = &comparison.shares[0];
+        let shares = &comparison.time_fractions[0];
         let found = [shares.passes, shares.waiting, shares.sending, shares.reducing, shares.updates];
         assert_eq!(found, [60, 50, 10, 0, 10].map(|time| f64::from(time) / 130.0));
         assert!(shares.other().abs() < 1e-9);
-        assert_eq!(comparison.shares[1].reducing, 30.0 / 130.0);
+        assert_eq!(comparison.time_fractions[1].reducing, 30.0 / 130.0);
     }
 }

@@ -105,7 +105,7 @@ fn config_changes(folders: [&Path; 2]) -> Vec<String> {
 struct EqualSteps {
     first: u64,
     last: Option<u64>,
-    number: usize,
+    num_steps: usize,
 }
 
 impl EqualSteps {
@@ -114,7 +114,7 @@ impl EqualSteps {
             self.first = step;
         }
         self.last = Some(step);
-        self.number += 1;
+        self.num_steps += 1;
     }
 
     fn to_text(&self) -> String {
@@ -122,7 +122,7 @@ impl EqualSteps {
             None => String::new(),
             Some(last) if last == self.first => format!("equal: the records of step {last}\n"),
             Some(last) => {
-                format!("equal: {} records in common, of steps {} to {last}\n", self.number, self.first)
+                format!("equal: {} records in common, of steps {} to {last}\n", self.num_steps, self.first)
             }
         }
     }
@@ -147,13 +147,13 @@ struct Step {
     /// Record of the step itself.
     trained: Option<HashRecord>,
     /// Record of the parameters with which the run began or resumed after the step.
-    started: Option<HashRecord>,
+    at_start: Option<HashRecord>,
 }
 
 impl Step {
     /// Returns the record of the parameters with which the run continues; `None` if the step was skipped and so has none.
     fn parameters(&self) -> Option<&HashRecord> {
-        self.started.as_ref().or(self.trained.as_ref()).filter(|record| !record.units.is_empty())
+        self.at_start.as_ref().or(self.trained.as_ref()).filter(|record| !record.units.is_empty())
     }
 }
 
@@ -184,7 +184,7 @@ impl Steps {
 
     fn next(&mut self) -> Result<Option<Step>> {
         let Some(first) = self.lookahead.take() else { return Ok(None) };
-        let mut step = Step { step: first.step, trained: None, started: None };
+        let mut step = Step { step: first.step, trained: None, at_start: None };
         let mut next = Some(first);
         while let Some(record) = next {
             match record.step.cmp(&step.step) {
@@ -196,7 +196,7 @@ impl Steps {
                     break;
                 }
                 Ordering::Equal if record.loss.is_some() => step.trained = Some(record),
-                Ordering::Equal => step.started = Some(record),
+                Ordering::Equal => step.at_start = Some(record),
             }
             next = self.read()?;
         }
@@ -218,7 +218,7 @@ fn compare(steps: [&Step; 2], folders: [&Path; 2], equal: &EqualSteps) -> Result
     let Some(first) = differing.first() else { return Ok(None) };
     let when = if step == 0 { "the first step".to_owned() } else { format!("the step after step {step}") };
     let counted = tensors.counts(&[HashKind::Parameter]);
-    let who = match [&steps[0].started, &steps[1].started] {
+    let who = match [&steps[0].at_start, &steps[1].at_start] {
         [Some(_), Some(_)] => "the runs".to_owned(),
         [Some(_), None] => folders[0].display().to_string(),
         _ => folders[1].display().to_string(),

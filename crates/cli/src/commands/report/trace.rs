@@ -79,7 +79,7 @@ pub(super) fn run(args: &TraceArgs) -> Result<()> {
     text += &format!(
         "; 1 column: {}\n\n{}\n{}\n{}",
         time(per_column),
-        ranks_table(&drawn.shares),
+        ranks_table(&drawn.time_fractions),
         drawn.breakdown.to_text(),
         steps_table(&comparisons)
     );

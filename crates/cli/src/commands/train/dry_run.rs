@@ -1,6 +1,6 @@
 //! `trireme train --dry-run`: checks a run and prints what it would do.
 
-use super::preparation::{check, check_plan, check_weights, with_steps};
+use super::preparation::{check, check_plan, check_weights, with_corpus_and_steps};
 use super::process::ProcessContext;
 use crate::console::Output;
 use crate::planning::{PlannedRun, Workers, Workload, language_model, sequences_of};
@@ -27,7 +27,7 @@ pub(super) fn dry_run(config: &Config, process: ProcessContext<'_>) -> Result<()
     let mut text = String::new();
     let (config, plan) = match process.custom_task {
         Some(task) => {
-            let config = with_steps(config.clone(), None, process)?;
+            let config = with_corpus_and_steps(config.clone(), None, process)?;
             let sample = Samples::open(&**task, &config)?.train.sample();
             check_weights(&config)?;
             let workload = Workload::Task { task: &**task, sample: &sample };
@@ -36,7 +36,7 @@ pub(super) fn dry_run(config: &Config, process: ProcessContext<'_>) -> Result<()
         }
         None => match current_corpus(config)? {
             Some(found) => {
-                let config = with_steps(config.clone(), Some(found.version), process)?;
+                let config = with_corpus_and_steps(config.clone(), Some(found.version), process)?;
                 let corpus = Corpus::open(&config.data().folder)?;
                 let (tokens, folder) = (corpus.train.tokens.num_tokens(), corpus.folder.display());
                 text += &format!("data: {tokens} tokens to train on, in {folder}\n");

@@ -19,7 +19,7 @@ use crate::process_state::AbnormalExit;
 use crate::simd::{Simd, Verification};
 use crate::timeout::run_with_timeout;
 use anyhow::{Result, bail};
-use preparation::{prepare_run, with_steps};
+use preparation::{prepare_run, with_corpus_and_steps};
 use process::{ProcessContext, log_folder};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -122,7 +122,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
             simd.warn();
             let workers = Workers::local(&config, &process.share.limits, process.features);
             let version = prepare_run(&config, process, workers, Heartbeat::new())?;
-            let config = with_steps(config, version, process)?;
+            let config = with_corpus_and_steps(config, version, process)?;
             match config.world_size() {
                 1 => train(&config, single(), process),
                 _ => launch(&config, started, &simd),
@@ -203,7 +203,7 @@ fn prepare_and_train(config: Config, group: Group, process: ProcessContext<'_>) 
         _ => None,
     };
     let version = all_gather_json(&group, &found)?[Rank::ROOT.0];
-    let config = with_steps(config, version, process)?;
+    let config = with_corpus_and_steps(config, version, process)?;
     train(&config, group, process)
 }
 

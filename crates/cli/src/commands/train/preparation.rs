@@ -57,7 +57,7 @@ pub(super) fn prepare_run(
 }
 
 /// Returns the config with the folder of the corpus, and with the number of steps that its epochs take.
-pub(super) fn with_steps(
+pub(super) fn with_corpus_and_steps(
     config: Config,
     version: Option<u64>,
     process: ProcessContext<'_>,

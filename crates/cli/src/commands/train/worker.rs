@@ -45,7 +45,7 @@ pub(super) fn train(config: &Config, group: Group, process: ProcessContext<'_>) 
     let refused = |error| with_alternatives(error, job, &plan);
     let mut trainer =
         Trainer::new(config, Arc::clone(&task), group, options, &mut console).map_err(refused)?;
-    let saves = interrupts.save_for(trainer.requests());
+    let saves = interrupts.forward_to(trainer.requests());
     let summary = trainer.run().map_err(refused)?;
     drop(saves);
     if let Some(stopped_by) = summary.stopped_by {
@@ -96,7 +96,7 @@ fn trainer_options(
     let is_root = group.rank() == Rank::ROOT;
     Ok(TrainerOptions {
         num_threads: local_threads(config, share.num_threads),
-        features_max: Some(features),
+        simd_level_max: Some(features),
         peak_flops: peak.map(|peak| peak.flops),
         started,
         plan: Some(plan.worker_plan(step_seconds)),
@@ -202,7 +202,7 @@ fn common_plan(job: PlannedRun<'_>, group: &Group) -> Result<Plan> {
     // Ranks of the tensor axis may hold vocabulary shards of unequal cost. If each rank balanced the stages by its own costs, the splits
     // could differ.
     let has_tensor_axis = config.parallelism().tensor_parallel_degree > 1;
-    if !open.keeps && open.classes.is_empty() && !has_file && !has_tensor_axis {
+    if !open.may_choose_keeps && open.offloadable.is_empty() && !has_file && !has_tensor_axis {
         return fitting(None);
     }
     let is_root = group.rank() == Rank::ROOT;

@@ -66,7 +66,7 @@ impl Case {
                 programs(&schedule, &costs, &units, chain).swap_remove(rank)
             }
         };
-        lay_out(recompute(program, &keeps), self.state)
+        apply_layout(recompute(program, &keeps), self.state)
     }
 
     pub(super) fn build(
@@ -85,8 +85,8 @@ impl Case {
         context: ContextRank,
     ) -> ModelProfile {
         let build = |device: &Device| self.build(model, device, place);
-        let specs = model.specs(self.shape).into_iter().map(|spec| spec.of_positions(context));
-        let (specs, passes) = (specs.collect::<Vec<_>>(), self.options.passes(context));
+        let specs = model.specs(self.shape).into_iter().map(|spec| spec.for_context_rank(context));
+        let (specs, passes) = (specs.collect::<Vec<_>>(), self.options.pass_options(context));
         ModelProfile::of(build, self.device_options(None), passes, &specs).unwrap()
     }
 
@@ -109,8 +109,8 @@ impl Case {
         let ((context, heads), experts) = (self.context, self.experts);
         let degrees = Degrees { pipeline, shards, context, heads, tensor, experts };
         let ranks = RankGrid::new(group, degrees)?;
-        let model = self.build(test_model, device, ranks.model_place())?;
-        let profile = self.profile(test_model, ranks.model_place(), ranks.context_place());
+        let model = self.build(test_model, device, ranks.model_rank())?;
+        let profile = self.profile(test_model, ranks.model_rank(), ranks.context_rank());
         let program = self
             .program(&chain(model.table(), &profile, self.options.determinism), ranks.pipeline().rank().0);
         let folder = std::env::temp_dir();
@@ -129,8 +129,8 @@ impl Case {
         let mut executor = self.executor(subject, group, device, host)?;
         executor.initialize(1)?;
         if let Some(batches) = self.validation() {
-            executor.validation_reports(&batches)?;
-            let context = executor.ranks().context_place();
+            executor.allocate_validation_reports(&batches)?;
+            let context = executor.ranks().context_rank();
             for round in batches.rounds(executor.ranks()) {
                 let batch = round.batch.map(|index| {
                     let shape = (batches.batch(index).1, self.shape.1);
@@ -140,7 +140,7 @@ impl Case {
             }
         }
         for step in 1..=4 {
-            let context = executor.ranks().context_place();
+            let context = executor.ranks().context_rank();
             let batch = |index| subject.batch(device, self.shape, step, index, context);
             let ProgramHeader { num_microbatches, .. } = executor.program().header;
             let batches: Vec<Batch> = (0..num_microbatches).map(batch).collect();

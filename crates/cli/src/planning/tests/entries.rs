@@ -35,7 +35,7 @@ fn check(case: &Case, world_size: usize) {
         executor.initialize(1).unwrap();
         for step in 1..=3 {
             let num_microbatches = executor.program().header.num_microbatches;
-            let context = executor.ranks().context_place();
+            let context = executor.ranks().context_rank();
             let batches: Vec<Batch> = (0..num_microbatches)
                 .map(|index| subject.batch(&device, case.shape, step, index, context))
                 .collect();

@@ -174,7 +174,7 @@ impl Fixture {
     }
 
     /// Returns the files in which verdicts on kernels are cached.
-    pub(crate) fn cached_proofs(&self) -> Vec<PathBuf> {
+    pub(crate) fn cached_verdicts(&self) -> Vec<PathBuf> {
         let folder = self.cache.path().join("trireme");
         if folder.exists() { entries(&folder) } else { Vec::new() }
     }

@@ -188,7 +188,7 @@ impl Incoming {
         }
         match self.action {
             ReceiveAction::Copy => memories.bytes_mut(&target).copy_from_slice(&buffer[..piece_bytes]),
-            ReceiveAction::Reduce { own } => memories.reduce(&target, &buffer[..piece_bytes], own),
+            ReceiveAction::Reduce { own_side: own } => memories.reduce(&target, &buffer[..piece_bytes], own),
         }
         self.num_placed += piece_bytes;
         self.num_pending = 0;

@@ -26,7 +26,7 @@ pub(crate) const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// One rank's end of a link over MPI, with a socket that shows when the peer's process ends.
 pub(crate) struct MpiLink {
     route: Route,
-    wakeup: OwnedFd,
+    peer_socket: OwnedFd,
     /// When this rank noticed that the peer's process had ended.
     ended: Option<Instant>,
     /// Length of all fragments of a frame but the last.
@@ -74,7 +74,7 @@ impl MpiLink {
         route.communicator.open();
         MpiLink {
             route,
-            wakeup,
+            peer_socket: wakeup,
             ended: None,
             fragment_bytes,
             outgoing: DirectionState::new(),
@@ -171,7 +171,7 @@ impl MpiLink {
     }
 
     pub(crate) fn end_sleep(&mut self) {
-        match recv(&self.wakeup, &mut [0; 64][..], RecvFlags::DONTWAIT) {
+        match recv(&self.peer_socket, &mut [0; 64][..], RecvFlags::DONTWAIT) {
             Ok((_, 1..)) | Err(Errno::AGAIN | Errno::INTR) => {}
             Ok((_, 0)) | Err(_) => {
                 self.ended.get_or_insert_with(Instant::now);
@@ -180,7 +180,7 @@ impl MpiLink {
     }
 
     pub(crate) fn poll(&self) -> (BorrowedFd<'_>, PollFlags) {
-        (self.wakeup.as_fd(), PollFlags::IN)
+        (self.peer_socket.as_fd(), PollFlags::IN)
     }
 
     /// Ends the use of the link. Returns whether MPI still has memory passed to it, which then must never be freed.

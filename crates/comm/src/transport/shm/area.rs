@@ -26,7 +26,7 @@ fn rings_start() -> usize {
 /// The memory that one rank of a group reserves in its arena for the group's synchronisation and transfers.
 #[derive(Clone)]
 pub(crate) struct Area {
-    pub(super) memory: Arc<Mapping>,
+    pub(super) mapping: Arc<Mapping>,
     offset: usize,
     num_members: usize,
 }
@@ -36,11 +36,11 @@ impl Area {
     pub(crate) fn new(memory: Arc<Mapping>, offset: usize, num_members: usize) -> Option<Self> {
         let end = offset.checked_add(area_bytes(num_members))?;
         let is_inside = offset.is_multiple_of(BOARD_BYTES) && end <= memory.len();
-        is_inside.then_some(Area { memory, offset, num_members })
+        is_inside.then_some(Area { mapping: memory, offset, num_members })
     }
 
     pub(super) fn board(&self) -> &Board {
-        let start = self.memory.at(self.offset, size_of::<Board>());
+        let start = self.mapping.at(self.offset, size_of::<Board>());
         // SAFETY: the board is inside the mapping, which `self` keeps, and at the start of a page. It consists of atomics only, for which
         // any bits are valid.
         unsafe { &*start.cast::<Board>() }
@@ -49,7 +49,7 @@ impl Area {
     /// The first `num_bytes` of the stage for use number `stage_number`. The two stages alternate.
     pub(super) fn stage(&self, stage_number: usize, num_bytes: usize) -> *mut u8 {
         assert!(num_bytes <= STAGE_BYTES, "{num_bytes} bytes fit into a stage");
-        self.memory.at(self.offset + BOARD_BYTES + stage_number % 2 * STAGE_BYTES, num_bytes)
+        self.mapping.at(self.offset + BOARD_BYTES + stage_number % 2 * STAGE_BYTES, num_bytes)
     }
 
     /// The sending end of the ring to member `receiver`. For the owner of the area.
@@ -66,6 +66,6 @@ impl Area {
         assert_ne!(purpose, Purpose::Control, "notices go over sockets");
         assert!(receiver < self.num_members, "member {receiver} is one of {}", self.num_members);
         let index = purpose as usize * self.num_members + receiver;
-        RingMemory::new(Arc::clone(&self.memory), self.offset + rings_start() + index * RING_BYTES)
+        RingMemory::new(Arc::clone(&self.mapping), self.offset + rings_start() + index * RING_BYTES)
     }
 }

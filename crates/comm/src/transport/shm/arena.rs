@@ -25,7 +25,7 @@ const DRY_BYTES_MIN: usize = 1 << 24;
 /// The shared memory of one rank: reserves address space for the host's memory size, and allocates memory only for regions in use.
 pub(crate) struct Arena {
     /// The file that peers map. `None` in a dry group, which has no peers.
-    memory: Option<OwnedFd>,
+    memfd: Option<OwnedFd>,
     mapping: Arc<Mapping>,
     /// Free ranges, sorted and not adjacent. They read as zeros, except in a dry arena.
     free: Mutex<Vec<Range<usize>>>,
@@ -71,7 +71,7 @@ impl Arena {
     fn of(mapping: Mapping, memory: Option<OwnedFd>) -> Arc<Self> {
         let everything = 0..mapping.len();
         Arc::new(Arena {
-            memory,
+            memfd: memory,
             mapping: Arc::new(mapping),
             free: Mutex::new(Vec::from([everything])),
             is_retired: AtomicBool::new(false),
@@ -88,7 +88,7 @@ impl Arena {
             .checked_next_multiple_of(param::page_size())
             .ok_or(io::ErrorKind::OutOfMemory)?;
         let (range, full) = self.take(len, page_size).ok_or(io::ErrorKind::OutOfMemory)?;
-        if let Some(memory) = &self.memory {
+        if let Some(memory) = &self.memfd {
             if let Err(error) = reserve(memory, range.clone()) {
                 self.free_range(range);
                 return Err(error);
@@ -114,7 +114,7 @@ impl Arena {
 
     /// Whether buffers have addresses but no reserved memory.
     pub(crate) fn is_dry(&self) -> bool {
-        self.memory.is_none()
+        self.memfd.is_none()
     }
 
     pub(crate) fn mapping(&self) -> &Arc<Mapping> {
@@ -150,7 +150,7 @@ impl Arena {
     fn free_range(&self, range: Range<usize>) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let punch = |memory| fallocate(memory, flags, range.start as u64, range.len() as u64);
-        let is_refused = self.memory.as_ref().is_some_and(|memory| punch(memory).is_err());
+        let is_refused = self.memfd.as_ref().is_some_and(|memory| punch(memory).is_err());
         if is_refused || self.is_retired.load(Ordering::Acquire) {
             return;
         }
@@ -168,7 +168,7 @@ impl Arena {
 
 impl AsFd for Arena {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.memory.as_ref().expect("peers map the arena of a group that is not dry").as_fd()
+        self.memfd.as_ref().expect("peers map the arena of a group that is not dry").as_fd()
     }
 }
 
@@ -217,7 +217,7 @@ impl Region {
     }
 
     /// The address of the first byte. For callers that share the bytes with peers, and so must not hold a reference to them.
-    pub(crate) fn start(&self) -> *mut u8 {
+    pub(crate) fn as_mut_ptr(&self) -> *mut u8 {
         self.arena.mapping.at(self.range.start, self.len())
     }
 
@@ -225,12 +225,12 @@ impl Region {
         // SAFETY: the range is mapped as long as the arena, which `self` keeps, and no other region has it. Peers access a buffer only
         // during an operation, which owns the buffer and has its address from a `VectorRef`. An area, which peers access at any time, is
         // used by its address only.
-        unsafe { std::slice::from_raw_parts(self.start().cast_const(), self.len()) }
+        unsafe { std::slice::from_raw_parts(self.as_mut_ptr().cast_const(), self.len()) }
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as for `bytes`, and `self` is borrowed mutably.
-        unsafe { std::slice::from_raw_parts_mut(self.start(), self.len()) }
+        unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr(), self.len()) }
     }
 }
 

@@ -40,7 +40,7 @@ impl SharedMemory {
                 let range = if has_data { part.range(num_members, len) } else { 0..0 };
                 let bytes = range.start * dtype.size()..range.end * dtype.size();
                 let refuse = || call.protocol(self.members[member], "its buffer lies outside its arena");
-                View::new(&self.areas[member].memory, offset, dtype.size(), bytes)
+                View::new(&self.areas[member].mapping, offset, dtype.size(), bytes)
                     .ok_or_else(refuse)
                     .map(Some)
             };

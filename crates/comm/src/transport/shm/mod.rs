@@ -122,7 +122,7 @@ impl<'a> VectorRef<'a> {
             (Memory::Shared(region), Some(arena)) if region.is_in(arena) => Some(region.offset()),
             _ => None,
         };
-        VectorRef { start: storage.start(), len: storage.len(), offset, borrow: PhantomData }
+        VectorRef { start: storage.as_mut_ptr(), len: storage.num_bytes(), offset, borrow: PhantomData }
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -7,7 +7,7 @@ pub(super) const RING_BYTES: usize = size_of::<State>() + RingMemory::CAPACITY;
 
 /// A ring's memory in an arena: its state, followed by its bytes.
 pub(crate) struct RingMemory {
-    memory: Arc<Mapping>,
+    mapping: Arc<Mapping>,
     offset: usize,
 }
 
@@ -22,11 +22,11 @@ impl RingMemory {
     pub(super) fn new(memory: Arc<Mapping>, offset: usize) -> Self {
         memory.at(offset, RING_BYTES);
         assert!(offset.is_multiple_of(align_of::<State>()), "rings are at multiples of a line");
-        RingMemory { memory, offset }
+        RingMemory { mapping: memory, offset }
     }
 
     pub(super) fn state(&self) -> &State {
-        let start = self.memory.at(self.offset, size_of::<State>());
+        let start = self.mapping.at(self.offset, size_of::<State>());
         // SAFETY: the state is inside the mapping, which `self` keeps, and aligned, as `new` has checked. It consists of atomics only, for
         // which any bits are valid.
         unsafe { &*start.cast::<State>() }
@@ -53,6 +53,6 @@ impl RingMemory {
     }
 
     fn bytes(&self, first: usize, len: usize) -> *mut u8 {
-        self.memory.at(self.offset + size_of::<State>() + first, len)
+        self.mapping.at(self.offset + size_of::<State>() + first, len)
     }
 }

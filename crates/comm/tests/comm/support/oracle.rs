@@ -26,7 +26,7 @@ pub(crate) trait Value: Element {
     fn of(rank: usize, index: usize) -> Self;
     fn sum(self, other: Self) -> Self;
     fn product(self, other: Self) -> Self;
-    fn over(self, num_ranks: usize) -> Self;
+    fn divided_by(self, num_ranks: usize) -> Self;
     fn is_above(self, other: Self) -> bool;
 }
 
@@ -47,7 +47,7 @@ macro_rules! float_value {
             fn product(self, other: Self) -> Self {
                 self * other
             }
-            fn over(self, num_ranks: usize) -> Self {
+            fn divided_by(self, num_ranks: usize) -> Self {
                 self / num_ranks as $type
             }
             fn is_above(self, other: Self) -> bool {
@@ -69,7 +69,7 @@ macro_rules! half_value {
             fn product(self, other: Self) -> Self {
                 <$type>::from_f32(self.to_f32() * other.to_f32())
             }
-            fn over(self, num_ranks: usize) -> Self {
+            fn divided_by(self, num_ranks: usize) -> Self {
                 <$type>::from_f32(self.to_f32() / num_ranks as f32)
             }
             fn is_above(self, other: Self) -> bool {
@@ -93,7 +93,7 @@ macro_rules! integer_value {
             fn product(self, other: Self) -> Self {
                 self.wrapping_mul(other)
             }
-            fn over(self, num_ranks: usize) -> Self {
+            fn divided_by(self, num_ranks: usize) -> Self {
                 self / num_ranks as $type
             }
             fn is_above(self, other: Self) -> bool {
@@ -134,5 +134,5 @@ pub(crate) fn expected<T: Value>(op: ReduceOp, world_size: usize, index: usize) 
             }
         }
     });
-    if op == ReduceOp::Mean { reduced.over(world_size) } else { reduced }
+    if op == ReduceOp::Mean { reduced.divided_by(world_size) } else { reduced }
 }

@@ -7,7 +7,7 @@ use trireme_parallel::{
     Degrees, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepOutcome,
     StepPlan, chain,
 };
-use trireme_schedule::lowering::{lay_out, recompute};
+use trireme_schedule::lowering::{apply_layout, recompute};
 use trireme_schedule::pipeline::{Costs, ScheduleKind, Sizes, StageCosts, generate, programs};
 use trireme_schedule::{Keep, Program, StateLayout, UnitChain, single};
 use trireme_swap::SwapOptions;
@@ -154,10 +154,10 @@ pub(crate) fn executor_of_model(
     let ((context, heads), tensor, experts) = (layout.context, layout.tensor, layout.experts);
     let degrees = Degrees { pipeline, shards, context, heads, tensor, experts };
     let ranks = RankGrid::new(group, degrees).unwrap();
-    let place = ranks.context_place();
-    let specs: Vec<TensorSpec> = specs.iter().map(|spec| spec.of_positions(place)).collect();
-    let build = |device: &Device| Model::build_at(ranks.model_place(), device, build);
-    let profile = ModelProfile::of(build, device_options, options.passes(place), &specs).unwrap();
+    let place = ranks.context_rank();
+    let specs: Vec<TensorSpec> = specs.iter().map(|spec| spec.for_context_rank(place)).collect();
+    let build = |device: &Device| Model::build_at(ranks.model_rank(), device, build);
+    let profile = ModelProfile::of(build, device_options, options.pass_options(place), &specs).unwrap();
     let model = build(&device).unwrap();
     let chain = chain(model.table(), &profile, layout.options.determinism);
     let program = match layout.pipeline {
@@ -186,7 +186,7 @@ pub(crate) fn executor_of_model(
 
 fn lowered(program: Program, layout: &Layout<'_>) -> Program {
     let program = if layout.keeps.is_empty() { program } else { recompute(program, layout.keeps) };
-    lay_out(program, layout.state)
+    apply_layout(program, layout.state)
 }
 
 /// Returns the executor's program with stages that begin at `splits`.

@@ -125,8 +125,8 @@ fn apply_message(
     for (own, &other) in target.iter_mut().zip(message) {
         *own = match action {
             ReceiveAction::Copy => other,
-            ReceiveAction::Reduce { own: Side::Right } => combine(other, *own),
-            ReceiveAction::Reduce { own: Side::Left } => combine(*own, other),
+            ReceiveAction::Reduce { own_side: Side::Right } => combine(other, *own),
+            ReceiveAction::Reduce { own_side: Side::Left } => combine(*own, other),
         };
     }
 }

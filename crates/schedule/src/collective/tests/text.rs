@@ -29,8 +29,8 @@ fn send_text(send: &Outgoing) -> String {
 fn receive_text(receive: &Incoming) -> String {
     let reduce = match receive.action {
         ReceiveAction::Copy => "",
-        ReceiveAction::Reduce { own: Side::Left } => " reduce left",
-        ReceiveAction::Reduce { own: Side::Right } => " reduce right",
+        ReceiveAction::Reduce { own_side: Side::Left } => " reduce left",
+        ReceiveAction::Reduce { own_side: Side::Right } => " reduce right",
     };
     format!("receive {} {}{reduce}", receive.from, span_text(&receive.span))
 }

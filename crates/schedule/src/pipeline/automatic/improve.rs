@@ -46,7 +46,7 @@ fn split_backwards(mut schedule: Schedule) -> Schedule {
 
 struct Search<'a> {
     schedule: Schedule,
-    spans: Vec<Vec<PassInterval>>,
+    intervals: Vec<Vec<PassInterval>>,
     clock: Clock<'a>,
     costs: &'a Costs,
     bounds: &'a [u64],
@@ -58,14 +58,14 @@ impl<'a> Search<'a> {
     fn new(schedule: Schedule, costs: &'a Costs, bounds: &'a [u64]) -> Self {
         let mut clock = Clock::new(&schedule, costs);
         clock.run(&schedule);
-        let spans = clock.spans.clone();
-        Search { schedule, spans, clock, costs, bounds, num_left: PASSES_TIMED_MAX }
+        let spans = clock.intervals.clone();
+        Search { schedule, intervals: spans, clock, costs, bounds, num_left: PASSES_TIMED_MAX }
     }
 
     /// Makes the first move of a pass to an end of its critical block that improves the schedule. Returns `None` if no move improves it, or
     /// if too few passes may still be timed.
     fn improve_once(&mut self) -> Option<()> {
-        for (rank, block) in critical_blocks(&self.schedule, &self.spans, self.costs) {
+        for (rank, block) in critical_blocks(&self.schedule, &self.intervals, self.costs) {
             let (first, last) = block.into_inner();
             for (from, to) in (first..=last).flat_map(|from| [(from, first), (from, last)]) {
                 if is_distinct_move(&self.schedule.ranks[rank], from, to) && self.try_move(rank, from, to)? {
@@ -79,27 +79,29 @@ impl<'a> Search<'a> {
     /// Moves a pass, and undoes the move unless it improves the schedule. Passes that begin before the first moved pass keep their times.
     /// Returns whether the schedule improved, or `None` if too few passes may still be timed.
     fn try_move(&mut self, rank: usize, from: usize, to: usize) -> Option<bool> {
-        let time = self.spans[rank][from.min(to)].start;
+        let time = self.intervals[rank][from.min(to)].start;
         let is_earlier = |spans: &Vec<PassInterval>| spans.partition_point(|span| span.start < time);
-        let num_kept: Vec<usize> = self.spans.iter().map(is_earlier).collect();
+        let num_kept: Vec<usize> = self.intervals.iter().map(is_earlier).collect();
         let num_timed = self.schedule.num_passes() - num_kept.iter().sum::<usize>();
         self.num_left = self.num_left.checked_sub(num_timed)?;
         self.clock.rewind(&self.schedule, &num_kept);
         move_pass(&mut self.schedule.ranks[rank], from, to);
         self.clock.run(&self.schedule);
-        let has_run = self.clock.spans.iter().zip(&self.spans).all(|(new, old)| new.len() == old.len());
+        let has_run =
+            self.clock.intervals.iter().zip(&self.intervals).all(|(new, old)| new.len() == old.len());
         // Only a schedule that runs to its end has activations that can be counted.
         let is_better = has_run
-            && score(&self.clock.spans) < score(&self.spans)
+            && score(&self.clock.intervals) < score(&self.intervals)
             && check_activations(&self.schedule, self.costs, self.bounds).is_ok();
         if is_better {
-            for ((spans, new), num_kept) in self.spans.iter_mut().zip(&self.clock.spans).zip(num_kept) {
+            for ((spans, new), num_kept) in self.intervals.iter_mut().zip(&self.clock.intervals).zip(num_kept)
+            {
                 spans[num_kept..].copy_from_slice(&new[num_kept..]);
             }
         } else {
             self.clock.rewind(&self.schedule, &num_kept);
             move_pass(&mut self.schedule.ranks[rank], to, from);
-            self.clock.replay(&self.schedule, &self.spans);
+            self.clock.replay(&self.schedule, &self.intervals);
         }
         Some(is_better)
     }
@@ -150,7 +152,7 @@ fn critical_blocks(
         }
         blocks.push((rank, first..=last));
         let pass = schedule.ranks[rank][first];
-        let sent = spans[rank][first].start.checked_sub(costs.send());
+        let sent = spans[rank][first].start.checked_sub(costs.send_ticks());
         let awaited = needs(pass, schedule.num_stages()).into_iter().flatten().find_map(|needed| {
             let other = schedule.stage_ranks[needed.stage];
             let index = ended_at(&schedule.ranks[other], &spans[other], needed, sent?)?;
@@ -192,8 +194,8 @@ mod tests {
         while search.improve_once().is_some() {
             num_moves += 1;
             let timeline = simulate(&search.schedule, &costs).expect("a valid schedule");
-            assert_eq!(search.spans, timeline.ranks, "after {num_moves} moves");
-            assert_eq!(search.clock.spans, timeline.ranks, "after {num_moves} moves");
+            assert_eq!(search.intervals, timeline.ranks, "after {num_moves} moves");
+            assert_eq!(search.clock.intervals, timeline.ranks, "after {num_moves} moves");
         }
         assert!(num_moves > 3, "{num_moves}");
     }

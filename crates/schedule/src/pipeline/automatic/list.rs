@@ -235,7 +235,7 @@ impl<'a> ListScheduler<'a> {
         }
         if let Some(next) = pass.result_goes_to(num_stages) {
             let to = self.stage_ranks[next];
-            let at = if to == rank { end } else { end + self.costs.send() };
+            let at = if to == rank { end } else { end + self.costs.send_ticks() };
             let index = self.index(next, microbatch);
             let times = if kind == PassKind::Forward { &mut self.input_at } else { &mut self.gradient_at };
             times[index] = at;

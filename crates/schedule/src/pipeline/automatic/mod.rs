@@ -88,7 +88,7 @@ fn makespan_min(stage_ranks: &[usize], sizes: Sizes, costs: &Costs) -> u64 {
         earliest[rank] = arrival.min(earliest[rank]);
         work[rank] += stage_costs.total() * sizes.num_microbatches as u64;
         let is_same_rank = stage_ranks.get(stage + 1) == Some(&rank);
-        arrival += stage_costs.forward + if is_same_rank { 0 } else { costs.send() };
+        arrival += stage_costs.forward + if is_same_rank { 0 } else { costs.send_ticks() };
     }
     earliest.into_iter().zip(work).map(|(earliest, work)| earliest + work).max().unwrap_or(0)
 }

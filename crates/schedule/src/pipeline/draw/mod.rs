@@ -25,7 +25,7 @@ fn longest(pictures: &[Picture<'_>]) -> u64 {
 
 /// Returns the number in the label of a pass: the microbatch. Empty for an update after a drain, because the update applies the gradients
 /// of all microbatches.
-fn number(schedule: &Schedule, pass: Pass) -> String {
+fn label_number(schedule: &Schedule, pass: Pass) -> String {
     match (pass.kind, schedule.weights) {
         (PassKind::Update, WeightVersions::Drained) => String::new(),
         _ => pass.microbatch.to_string(),

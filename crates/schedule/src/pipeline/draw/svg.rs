@@ -1,4 +1,4 @@
-use super::{Picture, kinds, longest, number, stage_indices_on_rank};
+use super::{Picture, kinds, label_number, longest, stage_indices_on_rank};
 use crate::pipeline::pass::PassKind;
 use crate::pipeline::schedule::Schedule;
 use crate::pipeline::timeline::Timeline;
@@ -78,8 +78,8 @@ struct Painter<'a> {
     schedule: &'a Schedule,
     timeline: &'a Timeline,
     /// Index of each stage among the stages of its rank.
-    turns: Vec<usize>,
-    num_turns: usize,
+    stage_indices: Vec<usize>,
+    stages_per_rank: usize,
     pixels_per_tick: f64,
     unit: &'a str,
 }
@@ -89,7 +89,14 @@ impl<'a> Painter<'a> {
         let &Picture { schedule, timeline, .. } = picture;
         let turns = stage_indices_on_rank(schedule);
         let num_turns = turns.iter().max().map_or(1, |last| last + 1);
-        Painter { schedule, timeline, turns, num_turns, pixels_per_tick, unit }
+        Painter {
+            schedule,
+            timeline,
+            stage_indices: turns,
+            stages_per_rank: num_turns,
+            pixels_per_tick,
+            unit,
+        }
     }
 
     fn push_row(&self, svg: &mut Svg, rank: usize, top: f64) {
@@ -99,9 +106,9 @@ impl<'a> Painter<'a> {
         for (pass, span) in self.schedule.ranks[rank].iter().zip(&self.timeline.ranks[rank]) {
             let (left, width) = (self.x(span.start), self.x(span.end) - self.x(span.start));
             let tip = format!("{pass}, {} {} to {}", self.unit, span.start, span.end);
-            let colour = self.colour(pass.kind, self.turns[pass.stage]);
+            let colour = self.colour(pass.kind, self.stage_indices[pass.stage]);
             svg.rect((left, top), (width, ROW_HEIGHT), &colour, Some(&tip));
-            let label = number(self.schedule, *pass);
+            let label = label_number(self.schedule, *pass);
             if label.len() as f64 * DIGIT_WIDTH < width {
                 push_text(svg, left + 2.0, top + 16.0, &label);
             }
@@ -132,8 +139,11 @@ impl<'a> Painter<'a> {
             push(&self.colour(kind, 0), kind.words());
         }
         push("url(#idle)", "idle");
-        if self.num_turns > 1 {
-            push(&self.colour(PassKind::Forward, self.num_turns - 1), "lighter: later stages of the rank");
+        if self.stages_per_rank > 1 {
+            push(
+                &self.colour(PassKind::Forward, self.stages_per_rank - 1),
+                "lighter: later stages of the rank",
+            );
         }
     }
 
@@ -150,7 +160,7 @@ impl<'a> Painter<'a> {
             PassKind::BackwardWeight => [226, 160, 72],
             PassKind::Update => [205, 92, 92],
         };
-        let (turn, num_turns) = (turn as u64, self.num_turns as u64);
+        let (turn, num_turns) = (turn as u64, self.stages_per_rank as u64);
         let [red, green, blue] = colour.map(|part| part + (255 - part) * 3 * turn / (4 * num_turns));
         format!("#{red:02x}{green:02x}{blue:02x}")
     }

@@ -1,4 +1,4 @@
-use super::{Picture, kinds, longest, number, stage_indices_on_rank};
+use super::{Picture, kinds, label_number, longest, stage_indices_on_rank};
 use crate::pipeline::clock;
 use crate::pipeline::costs::Costs;
 use crate::pipeline::error::{PassIndex, ScheduleError};
@@ -103,12 +103,12 @@ fn rows(schedule: &Schedule, timeline: &Timeline, scale: &Scale, mark: Option<Pa
         let mut row = vec!['·'; scale.column(timeline.makespan)];
         for (pass, &span) in passes.iter().zip(&timeline.ranks[rank]) {
             let letter = letter(*pass, turns[pass.stage]);
-            draw_pass(&mut row, format!("{letter}{}", number(schedule, *pass)), span, scale);
+            draw_pass(&mut row, format!("{letter}{}", label_number(schedule, *pass)), span, scale);
         }
         let label = format!("rank {rank:label_len$} |");
         text += &format!("{label}{}|\n", row.into_iter().collect::<String>());
         if let Some(place) = mark.filter(|place| place.rank == rank) {
-            let (column, width) = marked(timeline, place, scale);
+            let (column, width) = mark_position(timeline, place, scale);
             let what = passes.get(place.index).map_or(String::new(), |pass| format!(" {pass}"));
             text += &format!("{}{}{what}\n", " ".repeat(label.len() + column), "^".repeat(width));
         }
@@ -123,7 +123,7 @@ fn letter(pass: Pass, turn: usize) -> String {
 }
 
 /// Returns the column and the width of the mark of a place: under its pass, or after the last pass that ran.
-fn marked(timeline: &Timeline, place: PassIndex, scale: &Scale) -> (usize, usize) {
+fn mark_position(timeline: &Timeline, place: PassIndex, scale: &Scale) -> (usize, usize) {
     let spans = &timeline.ranks[place.rank];
     match spans.get(place.index) {
         Some(span) => {

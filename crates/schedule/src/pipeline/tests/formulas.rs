@@ -13,7 +13,7 @@ fn stages() -> [StageCosts; 5] {
     ]
 }
 
-fn numbers() -> impl Iterator<Item = (usize, usize)> {
+fn ranks_and_microbatches() -> impl Iterator<Item = (usize, usize)> {
     (1..=6).flat_map(|ranks| (1..=14).map(move |microbatches| (ranks, microbatches)))
 }
 
@@ -35,7 +35,7 @@ fn is_fraction(bubble: LostTime, numerator: u64, denominator: u64) -> bool {
 
 #[test]
 fn gpipe_and_1f1b_lose_p_minus_1_over_m() {
-    for (ranks, microbatches) in numbers() {
+    for (ranks, microbatches) in ranks_and_microbatches() {
         for stage in stages() {
             for kind in [ScheduleKind::GPipe, ScheduleKind::OneFOneB] {
                 let sizes = sizes(ranks, microbatches, 1);
@@ -51,8 +51,10 @@ fn gpipe_and_1f1b_lose_p_minus_1_over_m() {
 }
 
 #[test]
-fn several_stages_a_rank_divide_the_bubble() {
-    for (ranks, microbatches) in numbers().filter(|(ranks, microbatches)| microbatches >= ranks) {
+fn several_stages_per_rank_divide_the_bubble() {
+    for (ranks, microbatches) in
+        ranks_and_microbatches().filter(|(ranks, microbatches)| microbatches >= ranks)
+    {
         for stages_per_rank in 2..=4 {
             let sizes = sizes(ranks, microbatches, stages_per_rank);
             for kind in [ScheduleKind::Interleaved, ScheduleKind::BreadthFirst] {
@@ -70,7 +72,7 @@ fn several_stages_a_rank_divide_the_bubble() {
 #[test]
 fn zb_h1_loses_a_third_of_1f1b_and_zb_h2_nothing() {
     let is_short = |stage: &StageCosts| stage.backward_weight <= stage.forward.min(stage.backward_input);
-    for (ranks, microbatches) in numbers() {
+    for (ranks, microbatches) in ranks_and_microbatches() {
         let sizes = sizes(ranks, microbatches, 1);
         for stage in stages().into_iter().filter(is_short) {
             let StageCosts { forward, backward_input, backward_weight, .. } = stage;
@@ -95,7 +97,7 @@ fn zb_h1_loses_a_third_of_1f1b_and_zb_h2_nothing() {
 
 #[test]
 fn folded_schedules_have_the_published_bubble() {
-    for (ranks, microbatches) in numbers() {
+    for (ranks, microbatches) in ranks_and_microbatches() {
         let sizes = sizes(ranks, microbatches, 2);
         for stage in [EQUAL, StageCosts::of(5, 5, 5)] {
             if microbatches >= 2 * ranks - 1 {
@@ -172,7 +174,7 @@ fn dualpipe_v_with_pairs_as_one_loses_what_its_authors_say() {
 
 #[test]
 fn activations_in_flight_are_as_published() {
-    for (ranks, microbatches) in numbers() {
+    for (ranks, microbatches) in ranks_and_microbatches() {
         let held = |kind, stages_per_rank| {
             let (_, timeline) = validated(kind, sizes(ranks, microbatches, stages_per_rank), EQUAL);
             timeline.activations_max

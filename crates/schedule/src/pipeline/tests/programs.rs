@@ -3,7 +3,7 @@
 use super::super::{Costs, Schedule, ScheduleKind, Sizes, StageCosts, generate, programs};
 use crate::action::{Action, Keep, Message};
 use crate::layout::StateLayout;
-use crate::lowering::{lay_out, recompute};
+use crate::lowering::{apply_layout, recompute};
 use crate::program::{Program, UnitChain};
 use crate::validate::{ProgramError, validate, validate_pipeline};
 use proptest::prelude::*;
@@ -78,7 +78,7 @@ proptest! {
             .map(|keep| if num_units == 1 { Keep::All } else { keep })
             .collect();
         let programs: Vec<Program> =
-            programs.into_iter().map(|program| lay_out(recompute(program, &keeps), StateLayout::zero(stage))).collect();
+            programs.into_iter().map(|program| apply_layout(recompute(program, &keeps), StateLayout::zero(stage))).collect();
         prop_assert_eq!(validate_pipeline(&programs), Ok(()));
         for program in &programs {
             prop_assert_eq!(program.to_string().parse(), Ok(program.clone()));

@@ -1,13 +1,13 @@
 //! Prerequisites of actions.
 
-use super::{Activations, Parameters, State, Unit};
+use super::{Activations, Parameters, State, UnitState};
 use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateKey};
 
 impl State<'_> {
     /// Returns the missing fetch if state that an action uses is evicted.
     fn missing_state(&self, action: Action) -> Option<Action> {
         let mut states = action.uses().iter().map(|&class| action.state(class));
-        states.find(|state| self.away.contains(state)).map(Action::Fetch)
+        states.find(|state| self.evicted.contains(state)).map(Action::Fetch)
     }
 
     /// Returns the missing stash if the version of the parameters that a pass reads no longer exists.
@@ -16,7 +16,7 @@ impl State<'_> {
         let unit = &self.units[action.unit()];
         let version = match action {
             Action::Forward { .. } => self.header.version_read(microbatch, unit.num_stepped),
-            _ => unit.read[microbatch],
+            _ => unit.version_read[microbatch],
         };
         let is_there = version == unit.num_stepped || unit.stashed.contains(&version);
         (!is_there).then_some(Action::Stash { unit: action.unit() })
@@ -67,7 +67,7 @@ impl State<'_> {
             }
             Action::ReduceGrad { unit } => {
                 // An unsharded gradient is reduced once, when all microbatches have added to it.
-                let Unit { num_added, has_unreduced, .. } = self.units[unit];
+                let UnitState { num_added, has_unreduced, .. } = self.units[unit];
                 let is_once = !self.header.state.is_sharded(StateClass::Gradients);
                 let is_complete = num_added > 0 && num_added.is_multiple_of(self.microbatches_per_step);
                 let is_early = !is_complete && (is_once || !has_unreduced);
@@ -84,7 +84,7 @@ impl State<'_> {
                 is_separate.then_some(Action::UnshardGrad { unit })
             }
             Action::UnshardGrad { unit } => {
-                let Unit { num_reduced, num_stepped, .. } = self.units[unit];
+                let UnitState { num_reduced, num_stepped, .. } = self.units[unit];
                 (num_reduced <= num_stepped).then_some(Action::ReduceGrad { unit })
             }
             Action::Unstash { unit } => self.units[unit].stashed.is_empty().then_some(Action::Stash { unit }),
@@ -117,7 +117,7 @@ impl State<'_> {
             }
             MessageKind::Gradient => {
                 let missing = Action::Backward { unit, microbatch };
-                (!self.activations(unit, microbatch).are_differentiated()).then_some(missing)
+                (!self.activations(unit, microbatch).has_input_gradient()).then_some(missing)
             }
             MessageKind::TiedGradient => {
                 let first = if self.header.chain.accumulates_tied_gradients { 0 } else { microbatch };
@@ -169,7 +169,7 @@ impl State<'_> {
     /// Returns the missing prerequisite of adding a microbatch to a unit's gradient. For example, earlier microbatches must have been
     /// added, because gradients are summed in a fixed order.
     fn missing_for_gradient(&self, unit: usize, microbatch: usize) -> Option<Action> {
-        let Unit { num_added, has_unreduced, num_stepped, .. } = self.units[unit];
+        let UnitState { num_added, has_unreduced, num_stepped, .. } = self.units[unit];
         if num_added != microbatch {
             return Some(self.completion(unit, num_added));
         }
@@ -194,7 +194,7 @@ impl State<'_> {
 
     fn missing_for_input_half(&self, unit: usize, microbatch: usize) -> Option<Action> {
         let above = unit + 1;
-        if above < self.header.chain.num_units && !self.activations(above, microbatch).are_differentiated() {
+        if above < self.header.chain.num_units && !self.activations(above, microbatch).has_input_gradient() {
             return Some(if self.holds(above) {
                 Action::Backward { unit: above, microbatch }
             } else {

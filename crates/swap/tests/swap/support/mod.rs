@@ -23,8 +23,8 @@ pub(crate) fn options(method: IoMethod) -> SwapOptions {
 /// Creates a swap file with the method in `options`. Returns `None` and reports a skipped test if the system does not allow the method.
 pub(crate) fn create(folder: &Path, blocks: &[usize], options: &SwapOptions) -> Option<SwapFile> {
     let swap = SwapFile::create(folder, blocks, options).expect("a swap file");
-    let has_method = swap.describe().method == options.method;
-    let reason = swap.describe().to_string();
+    let has_method = swap.description().method == options.method;
+    let reason = swap.description().to_string();
     or_skip(&options.method.to_string(), if has_method { Ok(swap) } else { Err(reason) })
 }
 

@@ -1,6 +1,6 @@
 //! Copies, permutations, gathers, sums over a dim, and softmax.
 
-use super::{each, kernel_calls, plain_arguments};
+use super::{kernel_calls, per_element_cost, plain_arguments};
 use crate::kernels::StridedBlocks;
 use crate::view::{View, ViewMut};
 use trireme_base::Cost;
@@ -55,16 +55,20 @@ impl BlockCall {
                 Cost::ZERO.reads(num_bytes).writes(num_bytes)
             }
             Self::Permute { x, y, .. } => Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()),
-            Self::SumDim { x, y, .. } => each(x.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()),
-            Self::BroadcastDim { x, y, .. } => each(y.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()),
+            Self::SumDim { x, y, .. } => {
+                per_element_cost(x.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes())
+            }
+            Self::BroadcastDim { x, y, .. } => {
+                per_element_cost(y.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes())
+            }
             Self::GatherRows { ids, y, .. } => {
                 Cost::ZERO.reads(ids.num_bytes() + y.num_bytes()).writes(y.num_bytes())
             }
             Self::Softmax { x, y } => {
-                each(x.shape(), SOFTMAX_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes())
+                per_element_cost(x.shape(), SOFTMAX_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes())
             }
             Self::SoftmaxBackward { y, dy } => {
-                each(y.shape(), 4).reads(y.num_bytes()).updates(dy.num_bytes())
+                per_element_cost(y.shape(), 4).reads(y.num_bytes()).updates(dy.num_bytes())
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Elementwise kernels.
 
-use super::{each, kernel_calls, num_bytes, plain_arguments};
+use super::{kernel_calls, num_bytes, per_element_cost, plain_arguments};
 use crate::kernels::Activation;
 use crate::kernels::cpu::dropout::RandomWordRows;
 use crate::view::{View, ViewMut};
@@ -64,28 +64,32 @@ impl ElementwiseCall {
             Self::Convert { x, y } | Self::Copy { x, y } => {
                 Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes())
             }
-            Self::Activate { x, y, activation } => {
-                each(x.shape(), activation.num_operations()).reads(x.num_bytes()).writes(y.num_bytes())
-            }
+            Self::Activate { x, y, activation } => per_element_cost(x.shape(), activation.num_operations())
+                .reads(x.num_bytes())
+                .writes(y.num_bytes()),
             Self::ActivateBackward { x, dy, activation } => {
                 let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
-                each(x.shape(), num_operations).updates(x.num_bytes()).updates(dy.num_bytes())
+                per_element_cost(x.shape(), num_operations).updates(x.num_bytes()).updates(dy.num_bytes())
             }
             Self::Gate { gate_up, y, activation } => {
-                let cost = each(y.shape(), activation.num_operations() + 1);
+                let cost = per_element_cost(y.shape(), activation.num_operations() + 1);
                 cost.reads(gate_up.num_bytes()).writes(y.num_bytes())
             }
             Self::GateBackward { gate_up, dy, activation } => {
                 let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
-                each(dy.shape(), num_operations).updates(gate_up.num_bytes()).updates(dy.num_bytes())
+                per_element_cost(dy.shape(), num_operations)
+                    .updates(gate_up.num_bytes())
+                    .updates(dy.num_bytes())
             }
-            Self::Dropout { x, .. } => each(x.shape(), 1).updates(x.num_bytes()),
+            Self::Dropout { x, .. } => per_element_cost(x.shape(), 1).updates(x.num_bytes()),
             Self::AddAssign { out, term } => {
-                each(term.shape(), 1).reads(term.num_bytes()).updates(out.num_bytes())
+                per_element_cost(term.shape(), 1).reads(term.num_bytes()).updates(out.num_bytes())
             }
             Self::AddBias { x, bias, residual, y } => {
                 let num_terms = usize::from(bias.is_some()) + usize::from(residual.is_some());
-                each(x.shape(), num_terms).reads(x.num_bytes() + num_bytes(residual)).writes(y.num_bytes())
+                per_element_cost(x.shape(), num_terms)
+                    .reads(x.num_bytes() + num_bytes(residual))
+                    .writes(y.num_bytes())
             }
         }
     }

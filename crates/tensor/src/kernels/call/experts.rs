@@ -1,6 +1,6 @@
 //! Routing of tokens to experts: choice of experts, dispatch of rows and combination of results.
 
-use super::{each, kernel_calls, num_bytes, plain_arguments};
+use super::{kernel_calls, num_bytes, per_element_cost, plain_arguments};
 use crate::kernels::{ExpertGroups, Operand, RoutingRule};
 use crate::view::{View, ViewMut};
 use trireme_base::Cost;
@@ -54,8 +54,8 @@ kernel_calls! {
         /// Panics if a place is not the index of a row of `x`, if `weights` does not have the shape of `places`, or if `residual` does not
         /// have the shape of `y`.
         pub(crate) fn combine_rows => CombineRows {
-            x: View, places: View, weights: Option<View>, residual: Option<View>, y: ViewMut;
-            assert!(weights.is_none_or(|weights| weights.shape() == places.shape()), "{weights:?} for {:?}", places.shape());
+            x: View, positions: View, weights: Option<View>, residual: Option<View>, y: ViewMut;
+            assert!(weights.is_none_or(|weights| weights.shape() == positions.shape()), "{weights:?} for {:?}", positions.shape());
             assert!(residual.is_none_or(|residual| residual.shape() == y.shape()), "{residual:?} for {:?}", y.shape());
         }
 
@@ -64,7 +64,7 @@ kernel_calls! {
         ///
         /// Panics if a place is not the index of a row of `x`.
         pub(crate) fn row_products => RowProducts {
-            x: View, places: View, y: View, products: ViewMut; assert_eq!(products.shape(), places.shape());
+            x: View, positions: View, y: View, products: ViewMut; assert_eq!(products.shape(), positions.shape());
         }
     }
 }
@@ -92,30 +92,32 @@ impl ExpertCall {
                 let k = rule.num_choices;
                 let of_groups = rule.groups.map_or(0, |groups| 2 + groups.num_chosen.div_ceil(2));
                 let read = x.num_bytes() + num_bytes(bias) + num_bytes(row_weights);
-                each(x.shape(), k * k.div_ceil(2) + of_groups).reads(read).writes(2 * chosen[0].num_bytes())
+                per_element_cost(x.shape(), k * k.div_ceil(2) + of_groups)
+                    .reads(read)
+                    .writes(2 * chosen[0].num_bytes())
             }
             Self::TopKBackward { x, chosen: [ids, dy], dx, .. } => {
                 let read = x.num_bytes() + ids.num_bytes() + dy.num_bytes();
-                each(dy.shape(), 4).reads(read).writes(dx.num_bytes())
+                per_element_cost(dy.shape(), 4).reads(read).writes(dx.num_bytes())
             }
             Self::ExpertLoads { ids, out } => {
-                each(ids.shape(), 1).reads(ids.num_bytes()).writes(out.num_bytes())
+                per_element_cost(ids.shape(), 1).reads(ids.num_bytes()).writes(out.num_bytes())
             }
             Self::ExcessLoads { ids, out, .. } => {
-                each(ids.shape(), 1).reads(ids.num_bytes()).updates(out.num_bytes())
+                per_element_cost(ids.shape(), 1).reads(ids.num_bytes()).updates(out.num_bytes())
             }
             Self::PermuteRows { x, order, weights, y, .. } => {
                 let row_bytes = y.shape().num_elements() * x.dtype().size();
                 let read = order.num_bytes() + num_bytes(weights) + row_bytes;
-                each(y.shape(), 1).reads(read).writes(y.num_bytes())
+                per_element_cost(y.shape(), 1).reads(read).writes(y.num_bytes())
             }
-            Self::CombineRows { x, places, weights, residual, y } => {
+            Self::CombineRows { x, positions: places, weights, residual, y } => {
                 let read = x.num_bytes() + places.num_bytes() + num_bytes(weights) + num_bytes(residual);
-                each(x.shape(), 2).reads(read).writes(y.num_bytes())
+                per_element_cost(x.shape(), 2).reads(read).writes(y.num_bytes())
             }
-            Self::RowProducts { x, places, y, products } => {
+            Self::RowProducts { x, positions: places, y, products } => {
                 let read = x.num_bytes() + places.num_bytes() + y.num_bytes();
-                each(x.shape(), 2).reads(read).writes(products.num_bytes())
+                per_element_cost(x.shape(), 2).reads(read).writes(products.num_bytes())
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Grouped matmuls.
 
-use super::{each, kernel_calls, num_bytes, plain_arguments, written};
+use super::{kernel_calls, num_bytes, per_element_cost, plain_arguments, with_output_traffic};
 use crate::kernels::{GroupLimit, Operand};
 use crate::precision::Precision;
 use crate::view::{View, ViewMut};
@@ -10,29 +10,29 @@ kernel_calls! {
     /// Grouped matmuls, and the sort of rows by group.
     GroupedCall {
         /// Sorts rows by group, stably. `groups` (`[rows]`, u32) is the group of each row. Writes the first position of each group to
-        /// `starts` (`[num_groups + 1]`), and to `order_and_places` (`[rows]` each) the row at each position and the position of each row.
-        /// Rows beyond the limit, and rows of group `num_groups`, belong to no group and come last.
+        /// `starts` (`[num_groups + 1]`), and to `order_and_positions` (`[rows]` each) the row at each position and the position of each
+        /// row. Rows beyond the limit, and rows of group `num_groups`, belong to no group and come last.
         ///
         /// # Panics
         /// If the shapes do not match, or a group exceeds `num_groups`.
         pub fn group_rows => GroupRows {
-            groups: View, limit: GroupLimit, starts: ViewMut, order_and_places: [ViewMut; 2];
+            groups: View, limit: GroupLimit, starts: ViewMut, order_and_positions: [ViewMut; 2];
             let num_rows = groups.shape().num_elements();
-            for rows in &order_and_places {
+            for rows in &order_and_positions {
                 assert_eq!(rows.shape().num_elements(), num_rows, "{num_rows} rows");
             }
         }
 
-        /// Counts the choices that belong to no group, because their positions in `places` (`[.., k]`, u32) are after the last group.
+        /// Counts the choices that belong to no group, because their positions in `positions` (`[.., k]`, u32) are after the last group.
         /// Writes the count to `out` (`[1]`, f64). A choice counts as the weight of its token in `weights` (`[..]`, f32), or as 1 without
         /// weights.
         ///
         /// # Panics
         /// If there is not one weight for each token.
         pub fn ungrouped_rows => UngroupedRows {
-            starts: View, places: View, weights: Option<View>, out: ViewMut;
-            let has_token = |weights: Operand| weights.shape().num_elements() == places.shape().rows();
-            assert!(weights.is_none_or(has_token), "{weights:?} for {:?}", places.shape());
+            starts: View, positions: View, weights: Option<View>, out: ViewMut;
+            let has_token = |weights: Operand| weights.shape().num_elements() == positions.shape().rows();
+            assert!(weights.is_none_or(has_token), "{weights:?} for {:?}", positions.shape());
         }
     }
     {
@@ -59,15 +59,16 @@ impl GroupedCall {
             Self::GroupedTransposedMatmul { left, right, out, num_parts, accumulate, .. } => {
                 let (rows, cols, inner) = (left.shape().cols(), right.shape().cols(), left.shape().rows());
                 let cost = Cost::products(&[2, rows, cols, inner]);
-                let cost = written(cost.reads(left.num_bytes() + right.num_bytes()), out, *accumulate);
+                let cost =
+                    with_output_traffic(cost.reads(left.num_bytes() + right.num_bytes()), out, *accumulate);
                 cost.updates(2 * (num_parts - 1) * out.num_bytes())
             }
             Self::GroupRows { groups, starts, .. } => {
                 Cost::ZERO.reads(3 * groups.num_bytes()).writes(3 * groups.num_bytes() + starts.num_bytes())
             }
-            Self::UngroupedRows { starts, places, weights, out } => {
+            Self::UngroupedRows { starts, positions: places, weights, out } => {
                 let read = starts.num_bytes() + places.num_bytes() + num_bytes(weights);
-                each(places.shape(), 1).reads(read).writes(out.num_bytes())
+                per_element_cost(places.shape(), 1).reads(read).writes(out.num_bytes())
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Normalization, embedding and cross-entropy.
 
-use super::{array_structs, each, kernel_calls, plain_arguments, written};
+use super::{array_structs, kernel_calls, per_element_cost, plain_arguments, with_output_traffic};
 use crate::kernels::cpu::cross_entropy::{RowFactors, VocabularyChunk};
 use crate::kernels::cpu::embedding::Bags;
 use crate::kernels::cpu::norm::{NormKind, NormedRows};
@@ -32,9 +32,9 @@ kernel_calls! {
         pub(crate) fn round => Round { precision: Precision, x: View, y: ViewMut; assert_eq!(x.shape(), y.shape()); }
 
         /// Computes `out[i] = table[ids[i]] + positions[at(i % at.len())]` for the rows of sequences of length `at.len()`. Values of
-        /// `table` and `positions` are rounded to `precision`.
+        /// `table` and `position_table` are rounded to `precision`.
         pub(crate) fn embedding => Embedding {
-            precision: Precision, ids: View, table: View, positions: Option<View>, at: Positions, out: ViewMut
+            precision: Precision, ids: View, table: View, position_table: Option<View>, row_positions: Positions, out: ViewMut
         }
 
         /// Sums rows of a table, rounded to `precision`, over each bag of ids. `table` is `[rows, cols]`, `out` is `[bags, cols]`.
@@ -45,8 +45,8 @@ kernel_calls! {
         /// Adds the rows of `dy`, `[bags, cols]`, to the gradient of the table of [`embedding_bag`](crate::Device::embedding_bag).
         pub(crate) fn embedding_bag_backward => EmbeddingBagBackward { bags: Bags<View>, dy: View, d_table: ViewMut }
 
-        /// Computes `d_positions[at(t)] += sum over sequences of dy[sequence, t]`.
-        pub(crate) fn position_backward => PositionBackward { dy: View, at: Positions, d_positions: ViewMut }
+        /// Computes `d_positions[row_positions(t)] += sum over sequences of dy[sequence, t]`.
+        pub(crate) fn position_backward => PositionBackward { dy: View, row_positions: Positions, d_positions: ViewMut }
 
         /// Accumulates a chunk of logits, `[rows, chunk]`, into the rows' softmax `statistics`, `[rows, 3]`.
         pub(crate) fn softmax_statistics => SoftmaxStatistics {
@@ -80,20 +80,20 @@ const NORM_WEIGHT_GRADIENT_OPERATIONS: usize = 4;
 impl LayerCall {
     pub(crate) fn cost(&self) -> Cost {
         match self {
-            Self::Norm { x, y, statistics, .. } => each(x.shape(), NORM_OPERATIONS)
+            Self::Norm { x, y, statistics, .. } => per_element_cost(x.shape(), NORM_OPERATIONS)
                 .reads(x.num_bytes())
                 .writes(y.num_bytes())
                 .writes(statistics.num_bytes()),
             Self::NormBackwardInput { rows, dy, dx, accumulate, .. } => {
-                let cost = each(rows.x.shape(), NORM_INPUT_GRADIENT_OPERATIONS);
-                written(cost.reads(rows.x.num_bytes()).reads(dy.num_bytes()), dx, *accumulate)
+                let cost = per_element_cost(rows.x.shape(), NORM_INPUT_GRADIENT_OPERATIONS);
+                with_output_traffic(cost.reads(rows.x.num_bytes()).reads(dy.num_bytes()), dx, *accumulate)
             }
             Self::NormBackwardWeight { x, dy, d_weight, accumulate, .. } => {
-                let cost = each(x.shape(), NORM_WEIGHT_GRADIENT_OPERATIONS);
-                written(cost.reads(x.num_bytes()).reads(dy.num_bytes()), d_weight, *accumulate)
+                let cost = per_element_cost(x.shape(), NORM_WEIGHT_GRADIENT_OPERATIONS);
+                with_output_traffic(cost.reads(x.num_bytes()).reads(dy.num_bytes()), d_weight, *accumulate)
             }
             Self::Round { x, y, .. } => Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()),
-            Self::Embedding { ids, table, positions, out, .. } => {
+            Self::Embedding { ids, table, position_table: positions, out, .. } => {
                 let num_elements = out.shape().num_elements();
                 let cost = Cost::others(&[usize::from(positions.is_some()), num_elements]);
                 let read = num_elements * table.dtype().size();
@@ -109,20 +109,20 @@ impl LayerCall {
                 let cost = Cost::others(&[num_added]).reads(dy.num_bytes()).reads(bags.ids.num_bytes());
                 cost.updates(num_added.saturating_mul(DType::F32.size()))
             }
-            Self::PositionBackward { dy, at, .. } => {
+            Self::PositionBackward { dy, row_positions: at, .. } => {
                 let num_updated = at.len().saturating_mul(dy.shape().cols());
-                let cost = each(dy.shape(), 1).reads(dy.num_bytes());
+                let cost = per_element_cost(dy.shape(), 1).reads(dy.num_bytes());
                 cost.updates(num_updated.saturating_mul(DType::F32.size()))
             }
             Self::SoftmaxStatistics { logits, statistics, .. } => {
-                let cost = each(logits.shape(), Cost::EXP + 3);
+                let cost = per_element_cost(logits.shape(), Cost::EXP + 3);
                 cost.reads(logits.num_bytes()).updates(statistics.num_bytes())
             }
-            Self::MergeStatistics { parts, statistics } => {
-                each(parts.shape(), Cost::EXP).reads(parts.num_bytes()).writes(statistics.num_bytes())
-            }
+            Self::MergeStatistics { parts, statistics } => per_element_cost(parts.shape(), Cost::EXP)
+                .reads(parts.num_bytes())
+                .writes(statistics.num_bytes()),
             Self::CrossEntropyGradient { logits, statistics, gradient, .. } => {
-                let cost = each(logits.shape(), Cost::EXP + 2);
+                let cost = per_element_cost(logits.shape(), Cost::EXP + 2);
                 let cost = cost.reads(logits.num_bytes()).reads(statistics.num_bytes());
                 cost.writes(gradient.num_bytes())
             }

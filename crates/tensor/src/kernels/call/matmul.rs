@@ -1,6 +1,6 @@
 //! Matmuls.
 
-use super::{kernel_calls, num_bytes, written};
+use super::{kernel_calls, num_bytes, with_output_traffic};
 use crate::precision::Precision;
 use trireme_base::Cost;
 
@@ -23,6 +23,6 @@ impl MatmulCall {
         let inner = if transposed[0] { left.shape().rows() } else { left.shape().cols() };
         let cost = Cost::products(&[2, out.shape().num_elements(), inner]);
         let cost = cost.reads(left.num_bytes() + right.num_bytes() + num_bytes(residual));
-        written(cost, out, *accumulate)
+        with_output_traffic(cost, out, *accumulate)
     }
 }

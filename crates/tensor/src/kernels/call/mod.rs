@@ -313,12 +313,12 @@ areas! {
 }
 
 /// Returns the cost of `num_operations` operations per element.
-pub(crate) fn each(shape: Shape, num_operations: usize) -> Cost {
+pub(crate) fn per_element_cost(shape: Shape, num_operations: usize) -> Cost {
     Cost::others(&[num_operations, shape.num_elements()])
 }
 
 /// Adds the cost of writing `out`, or of accumulating into it.
-fn written(cost: Cost, out: &OperandMut, accumulate: bool) -> Cost {
+fn with_output_traffic(cost: Cost, out: &OperandMut, accumulate: bool) -> Cost {
     if accumulate { cost.updates(out.num_bytes()) } else { cost.writes(out.num_bytes()) }
 }
 

@@ -69,7 +69,7 @@ kernel_calls! {
     {
         update => Update {
             parameters: ViewMut, grads: View, scales: Option<View>, sums: Option<ViewMut>, states: [Option<StateOperands>; 2],
-            pieces: Arc<Pieces>, updates: Arc<Vec<Update>>, noise: u32
+            pieces: Arc<Pieces>, updates: Arc<Vec<Update>>, rounding_seed: u32
         }
         /// Makes the singular values of a matrix about 1. The call includes the scratch tensors of intermediate results.
         orthogonalize => Orthogonalize {

@@ -1,6 +1,6 @@
 //! Quantization to integers and 8-bit floats.
 
-use super::{each, kernel_calls, plain_arguments};
+use super::{kernel_calls, per_element_cost, plain_arguments};
 use crate::fp8::Fp8Scale;
 use crate::kernels::IntegerFormat;
 use crate::view::{View, ViewMut};
@@ -47,16 +47,17 @@ impl QuantizedCall {
     pub(crate) fn cost(&self) -> Cost {
         match self {
             Self::Quantize { x, message, .. } => {
-                each(x.shape(), 4).reads(x.num_bytes()).writes(message.num_bytes())
+                per_element_cost(x.shape(), 4).reads(x.num_bytes()).writes(message.num_bytes())
             }
             Self::Dequantize { message, y, .. } => {
-                each(y.shape(), 2).reads(message.num_bytes()).writes(y.num_bytes())
+                per_element_cost(y.shape(), 2).reads(message.num_bytes()).writes(y.num_bytes())
             }
             Self::AddDequantized { message, y, .. } => {
-                each(y.shape(), 3).reads(message.num_bytes()).updates(y.num_bytes())
+                per_element_cost(y.shape(), 3).reads(message.num_bytes()).updates(y.num_bytes())
             }
             Self::QuantizeFp8 { x, y, scale, .. } => {
-                let cost = each(x.shape(), FP8_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes());
+                let cost =
+                    per_element_cost(x.shape(), FP8_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes());
                 // If the scale is unknown, a first pass computes the amax, and a second pass overwrites its output.
                 if scale.is_known() { cost } else { cost + cost }
             }

@@ -1,6 +1,6 @@
 //! Sums that stay on the device until the host [downloads](crate::Device::download) them, and counts of correct predictions.
 
-use super::{each, kernel_calls, written};
+use super::{kernel_calls, per_element_cost, with_output_traffic};
 use crate::view::{View, ViewMut};
 use trireme_base::{Cost, DType};
 
@@ -35,14 +35,16 @@ impl SumCall {
     pub(crate) fn cost(&self) -> Cost {
         match self {
             Self::ColumnSums { x, out, accumulate } => {
-                written(each(x.shape(), 1).reads(x.num_bytes()), out, *accumulate)
+                with_output_traffic(per_element_cost(x.shape(), 1).reads(x.num_bytes()), out, *accumulate)
             }
-            Self::AddSquares { x, sum } => each(x.shape(), 2).reads(x.num_bytes()).updates(sum.num_bytes()),
+            Self::AddSquares { x, sum } => {
+                per_element_cost(x.shape(), 2).reads(x.num_bytes()).updates(sum.num_bytes())
+            }
             Self::SumElements { x, .. } => Cost::ZERO.reads(x.num_bytes()),
             Self::SumLosses { statistics, .. } => Cost::ZERO.reads(statistics.num_bytes()),
             Self::Hits { scores, classes, hits } => {
                 let read = scores.num_bytes() + classes.num_bytes();
-                each(scores.shape(), 1).reads(read).writes(hits.num_bytes())
+                per_element_cost(scores.shape(), 1).reads(read).writes(hits.num_bytes())
             }
             Self::AddTerm { out, .. } => Cost::others(&[2]).reads(DType::F64.size()).writes(out.num_bytes()),
         }

@@ -6,7 +6,7 @@ use super::simd::{exp, for_each_simd_level, max_of, sum_map};
 
 /// Number of statistics per row, which are accumulated over chunks: the largest logit, the sum of `exp(logit - largest)`, and the target's
 /// logit, in this order (Milakov, Gimelshein: "Online normalizer calculation for softmax", 2018).
-pub(crate) const STATISTICS: usize = 3;
+pub(crate) const NUM_STATISTICS: usize = 3;
 
 /// The vocabulary columns of a chunk of logits.
 #[derive(Clone, Copy, Debug)]
@@ -40,7 +40,7 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// Accumulates a chunk of logits (`targets.len() x chunk.len`) into the rows' `statistics`, [`STATISTICS`] per row. The first chunk
+    /// Accumulates a chunk of logits (`targets.len() x chunk.len`) into the rows' `statistics`, [`NUM_STATISTICS`] per row. The first chunk
     /// initializes them.
     pub(crate) fn softmax_statistics(
         &self,
@@ -50,8 +50,8 @@ impl Cpu {
         statistics: &mut [f32],
     ) {
         let (rows, cols) = (targets.len(), chunk.len);
-        assert!(logits.len() == rows * cols && statistics.len() == rows * STATISTICS);
-        self.for_each_reduced_row(statistics, STATISTICS, cols, |row, saved| {
+        assert!(logits.len() == rows * cols && statistics.len() == rows * NUM_STATISTICS);
+        self.for_each_reduced_row(statistics, NUM_STATISTICS, cols, |row, saved| {
             let logits = &logits[row * cols..(row + 1) * cols];
             if chunk.first == 0 {
                 // Not negative infinity: a chunk whose logits are all negative infinity would give NaN.
@@ -67,8 +67,9 @@ impl Cpu {
     pub(crate) fn merge_statistics(&self, parts: &[f32], statistics: &mut [f32]) {
         let len = statistics.len();
         assert!(len > 0 && parts.len().is_multiple_of(len));
-        self.for_each_row(statistics, STATISTICS, |row, merged| {
-            let parts = || parts.chunks_exact(len).map(|part| &part[row * STATISTICS..][..STATISTICS]);
+        self.for_each_row(statistics, NUM_STATISTICS, |row, merged| {
+            let parts =
+                || parts.chunks_exact(len).map(|part| &part[row * NUM_STATISTICS..][..NUM_STATISTICS]);
             let max =
                 parts().map(|part| part[0]).fold(f32::MIN, |max, part| if part > max { part } else { max });
             let (mut sum, mut target) = (0.0, 0.0);
@@ -95,10 +96,10 @@ impl Cpu {
         let RowFactors { scale, weights } = factors;
         let (rows, cols) = (targets.len(), chunk.len);
         assert!(logits.len() == rows * cols && gradient.len() == logits.len());
-        assert_eq!(statistics.len(), rows * STATISTICS);
+        assert_eq!(statistics.len(), rows * NUM_STATISTICS);
         assert!(weights.is_none_or(|weights| weights.len() == rows));
         self.for_each_row(gradient, cols, |row, gradient| {
-            let (max, sum) = (statistics[row * STATISTICS], statistics[row * STATISTICS + 1]);
+            let (max, sum) = (statistics[row * NUM_STATISTICS], statistics[row * NUM_STATISTICS + 1]);
             let logits = &logits[row * cols..(row + 1) * cols];
             let scale = match weights.map(|weights| weights[row]) {
                 // The gradient is 0 even if logits are not finite.

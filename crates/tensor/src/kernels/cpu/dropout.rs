@@ -6,19 +6,19 @@ use super::{Cpu, SharedSlice};
 use trireme_base::RandomKey;
 
 /// Number of random words per block.
-const WORDS: usize = 256;
+const WORDS_PER_BLOCK: usize = 256;
 
 for_each_simd_level! {
     fn drop_block<T: Element>(x: &mut [T], key: RandomKey, first: u64, threshold: u32, scale: f32) {
-        let mut words = [0; WORDS];
+        let mut words = [0; WORDS_PER_BLOCK];
         let mut first = first;
-        for x in x.chunks_mut(WORDS) {
+        for x in x.chunks_mut(WORDS_PER_BLOCK) {
             let words = &mut words[..x.len()];
             key.fill_words_from(first, words);
             for (x, &word) in x.iter_mut().zip(words.iter()) {
                 *x = if word < threshold { T::from_f32(0.0) } else { T::from_f32(x.to_f32() * scale) };
             }
-            first = first.wrapping_add(WORDS as u64);
+            first = first.wrapping_add(WORDS_PER_BLOCK as u64);
         }
     }
 }

@@ -20,7 +20,7 @@ const COUNTING_BYTES: usize = 1 << 45;
 const ADDRESSES_DIVISOR: usize = 4;
 
 /// If a mapping larger than this fails, it is retried with half the size.
-const ADDRESSES_MIN: usize = 1 << 24;
+const RESERVATION_BYTES_MIN: usize = 1 << 24;
 
 /// Access rights of blocks.
 const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
@@ -166,7 +166,7 @@ fn map_or_halve(
     loop {
         match map(num_bytes) {
             Ok(start) => return Ok(Mapping::of(start, num_bytes)),
-            Err(_) if num_bytes > ADDRESSES_MIN => {
+            Err(_) if num_bytes > RESERVATION_BYTES_MIN => {
                 num_bytes = num_bytes / 2 / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
             }
             Err(error) => return Err(error.into()),

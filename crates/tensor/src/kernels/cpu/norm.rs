@@ -9,7 +9,7 @@ use super::{Cpu, SharedSlice};
 
 /// Number of values per row that are saved for backward: the mean and the scale, which is one over the standard deviation or the root mean
 /// square.
-pub(crate) const STATISTICS: usize = 2;
+pub(crate) const NUM_STATISTICS: usize = 2;
 
 for_each_simd_level! {
     fn forward_row<T: Element>(x: &[f32], weight: &[f32], bias: Option<&[f32]>, epsilon: f32, is_centered: bool, y: &mut [T]) -> [f32; 2] {
@@ -51,7 +51,7 @@ for_each_simd_level! {
     fn weight_block<T: Element>(x: &[f32], dy: &[T], statistics: &[f32], cols: usize, first: usize, out: &mut [f32], accumulate: bool) {
         let width = out.len();
         let total = sum_rows(x.len() / cols, width, |row, partial| {
-            let [mean, scale] = [statistics[row * STATISTICS], statistics[row * STATISTICS + 1]];
+            let [mean, scale] = [statistics[row * NUM_STATISTICS], statistics[row * NUM_STATISTICS + 1]];
             let x = &x[row * cols + first..row * cols + first + width];
             let dy = &dy[row * cols + first..row * cols + first + width];
             for ((partial, &x), dy) in partial.iter_mut().zip(x).zip(dy) {
@@ -76,7 +76,7 @@ pub(crate) struct NormKind {
 pub(crate) struct NormedRows<V> {
     pub(crate) x: V,
     pub(crate) weight: V,
-    /// [`STATISTICS`] values per row.
+    /// [`NUM_STATISTICS`] values per row.
     pub(crate) statistics: V,
 }
 
@@ -100,13 +100,14 @@ impl Cpu {
         let NormKind { epsilon, is_centered } = kind;
         let cols = weight.len();
         let rows = x.len() / cols;
-        assert!(x.len() == y.len() && x.len() == rows * cols && statistics.len() == rows * STATISTICS);
+        assert!(x.len() == y.len() && x.len() == rows * cols && statistics.len() == rows * NUM_STATISTICS);
         let (y, statistics) = (SharedSlice::new(y), SharedSlice::new(statistics));
         self.for_row_blocks(rows, cols, |first, num_rows| {
             for row in first..first + num_rows {
                 // SAFETY: rows do not overlap.
-                let (y, saved) =
-                    unsafe { (y.range(row * cols, cols), statistics.range(row * STATISTICS, STATISTICS)) };
+                let (y, saved) = unsafe {
+                    (y.range(row * cols, cols), statistics.range(row * NUM_STATISTICS, NUM_STATISTICS))
+                };
                 let x = &x[row * cols..(row + 1) * cols];
                 saved.copy_from_slice(&forward_row(
                     self.simd_level,
@@ -136,7 +137,7 @@ impl Cpu {
         self.for_each_row(dx, cols, |row, dx| {
             let range = row * cols..(row + 1) * cols;
             let (x, dy) = (&x[range.clone()], &dy[range]);
-            let saved = [statistics[row * STATISTICS], statistics[row * STATISTICS + 1]];
+            let saved = [statistics[row * NUM_STATISTICS], statistics[row * NUM_STATISTICS + 1]];
             backward_row(self.simd_level, x, weight, dy, saved, kind.is_centered, dx, accumulate);
         });
     }

@@ -37,7 +37,7 @@ impl ExecutionUnit {
     }
 
     /// Returns the lowest SIMD level that has the unit.
-    pub fn features(self) -> SimdLevel {
+    pub fn min_simd_level(self) -> SimdLevel {
         match self {
             ExecutionUnit::MulAdd128 => SimdLevel::Portable,
             ExecutionUnit::Fma256 => SimdLevel::Avx2,
@@ -63,7 +63,7 @@ impl Cpu {
     /// Runs `rounds` rounds of a unit's instruction on all threads concurrently, and nothing else. Returns the number of floating-point
     /// operations. Panics if the SIMD level does not have the unit.
     pub(crate) fn run_unit(&self, unit: ExecutionUnit, rounds: u64) -> u64 {
-        assert!(self.simd_level >= unit.features(), "{unit} is beyond {}", self.simd_level);
+        assert!(self.simd_level >= unit.min_simd_level(), "{unit} is beyond {}", self.simd_level);
         let num_threads = self.threads.num_threads();
         self.threads.run(num_threads, &|_| run(unit, rounds));
         num_threads as u64 * rounds * unit.operations()
@@ -199,7 +199,8 @@ mod tests {
     fn every_unit_of_the_machine_runs() {
         for num_threads in [1, 3] {
             let cpu = cpu(num_threads);
-            for unit in ExecutionUnit::ALL.into_iter().filter(|unit| unit.features() <= cpu.simd_level) {
+            for unit in ExecutionUnit::ALL.into_iter().filter(|unit| unit.min_simd_level() <= cpu.simd_level)
+            {
                 assert_eq!(cpu.run_unit(unit, 10), num_threads as u64 * 10 * unit.operations());
             }
         }
@@ -225,7 +226,7 @@ mod tests {
         for features in SimdLevel::ALL {
             for precision in Precision::ALL {
                 assert!(
-                    ExecutionUnit::of(features, precision).features() <= features,
+                    ExecutionUnit::of(features, precision).min_simd_level() <= features,
                     "{features} {precision}"
                 );
             }

@@ -1,6 +1,6 @@
 use super::loss_head::sum_of_losses;
 use crate::device::{Device, Result};
-use crate::kernels::cpu::cross_entropy::{RowFactors, STATISTICS, VocabularyChunk};
+use crate::kernels::cpu::cross_entropy::{NUM_STATISTICS, RowFactors, VocabularyChunk};
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use crate::tensor::Tensor;
@@ -17,7 +17,7 @@ fn whole(shape: Shape) -> VocabularyChunk {
 }
 
 fn statistics(device: &Device, logits: View<'_>, classes: View<'_>) -> Result<Tensor> {
-    let mut statistics = device.activation([logits.shape().rows(), STATISTICS])?;
+    let mut statistics = device.activation([logits.shape().rows(), NUM_STATISTICS])?;
     device.softmax_statistics(logits, classes, whole(logits.shape()), statistics.view_mut());
     Ok(statistics)
 }

@@ -15,7 +15,7 @@ pub enum InputActivation {
     /// No activation.
     Identity,
     /// An elementwise function.
-    Of(Activation),
+    Elementwise(Activation),
     /// `activation(gate) * up` for rows `gate | up` of twice the length.
     Gated(Activation),
 }
@@ -55,7 +55,7 @@ pub(super) fn differentiate(
 ) {
     match activation {
         InputActivation::Identity => {}
-        InputActivation::Of(activation) => device.activate_backward(activation, x, d_activated),
+        InputActivation::Elementwise(activation) => device.activate_backward(activation, x, d_activated),
         InputActivation::Gated(activation) => device.gate_backward(activation, x, d_activated),
     }
 }
@@ -64,7 +64,7 @@ pub(super) fn differentiate(
 pub(super) fn grad_and_output<T>(activation: InputActivation, x: T, d_activated: T) -> [T; 2] {
     match activation {
         InputActivation::Gated(_) => [x, d_activated],
-        InputActivation::Identity | InputActivation::Of(_) => [d_activated, x],
+        InputActivation::Identity | InputActivation::Elementwise(_) => [d_activated, x],
     }
 }
 
@@ -72,7 +72,7 @@ pub(super) fn grad_and_output<T>(activation: InputActivation, x: T, d_activated:
 pub(super) fn activate(device: &Device, activation: InputActivation, x: View<'_>) -> Result<Option<Tensor>> {
     Ok(match activation {
         InputActivation::Identity => None,
-        InputActivation::Of(activation) => {
+        InputActivation::Elementwise(activation) => {
             let mut y = device.activation_of(x.shape(), x.dtype())?;
             device.activate(activation, x, y.view_mut());
             Some(y)

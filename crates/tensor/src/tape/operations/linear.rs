@@ -92,7 +92,7 @@ impl Linear {
 
     /// Returns `input`, the sharding of an input, if the layer needs the rows of all ranks, as a column-parallel layer does; otherwise
     /// `Replicated`, so that no rows are gathered.
-    fn read_sharding(&self, input: Sharding) -> Sharding {
+    fn gather_sharding(&self, input: Sharding) -> Sharding {
         if self.role() == Role::ColumnParallel { input } else { Sharding::Replicated }
     }
 
@@ -146,7 +146,7 @@ impl Linear {
             (InputActivation::Identity, Some(PendingValue::Ready(d_input))) => cx.add_grad(0, d_input)?,
             (InputActivation::Identity, d_input) => pending = d_input,
             (activation, Some(d_input)) => {
-                let d_input = cx.finish_on_axis(d_input)?;
+                let d_input = cx.finish_exchange(d_input)?;
                 activation_grad(cx, activation, d_input)?;
             }
         }
@@ -161,7 +161,7 @@ impl Linear {
 
     fn finish_input_half(cx: &mut BackwardContext<'_>, d_input: Option<PendingValue>) -> Result<()> {
         let Some(d_input) = d_input else { return Ok(()) };
-        let d_input = cx.finish_on_axis(d_input)?;
+        let d_input = cx.finish_exchange(d_input)?;
         cx.add_grad(0, d_input)
     }
 
@@ -181,7 +181,7 @@ impl Linear {
                 // The input is gathered and quantized again instead of being kept. Its scale does not change within a step.
                 None => {
                     let input = activated.unwrap_or_else(|| cx.input(0));
-                    cx.all_rows(input, self.read_sharding(cx.input_sharding(0)))?
+                    cx.all_rows(input, self.gather_sharding(cx.input_sharding(0)))?
                 }
             };
             let input = matmul_operand(cx.device(), fp8, LinearOperand::Input, input.view())?;
@@ -215,7 +215,7 @@ impl Linear {
             cx.device().convert(dy, rounded.view_mut());
             cx.start_gather(rounded.view())?
         };
-        let all = if is_kept { cx.finish_on_axis(gather)? } else { cx.finish_temporary(gather)? };
+        let all = if is_kept { cx.finish_exchange(gather)? } else { cx.finish_temporary(gather)? };
         Ok(CowTensor::Owned(all))
     }
 
@@ -223,7 +223,7 @@ impl Linear {
     fn kept_indices(&self) -> (Option<usize>, usize) {
         match self.activation {
             InputActivation::Identity => (None, 0),
-            InputActivation::Of(_) | InputActivation::Gated(_) => (Some(0), 1),
+            InputActivation::Elementwise(_) | InputActivation::Gated(_) => (Some(0), 1),
         }
     }
 }
@@ -245,7 +245,8 @@ impl Operation for Linear {
     declares! { inputs: 1..=2, has_parameters, accepts_sharded_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
-        let (x, device) = (cx.all_rows(cx.input(0), self.read_sharding(cx.input_sharding(0)))?, cx.device());
+        let (x, device) =
+            (cx.all_rows(cx.input(0), self.gather_sharding(cx.input_sharding(0)))?, cx.device());
         let residual = (cx.num_inputs() > 1).then(|| cx.input(1));
         let is_partial_sum = self.role() == Role::RowParallel;
         assert!(
@@ -293,7 +294,7 @@ impl Operation for Linear {
     /// the exchange of the input gradient with the computation of the weight gradient.
     fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         let is_read_as_it_is = self.activation == InputActivation::Identity;
-        let has_part = self.read_sharding(cx.input_sharding(0)) == Sharding::Rows;
+        let has_part = self.gather_sharding(cx.input_sharding(0)) == Sharding::Rows;
         let rows = (is_read_as_it_is && has_part).then(|| cx.start_gather(cx.input(0))).transpose()?;
         let d_input = self.input_half(cx, false)?;
         self.weight_half(cx, sink, rows)?;

@@ -75,7 +75,7 @@ impl LocalExperts {
 }
 
 /// Returns the starts and the matrices of the experts `groups` of a layer. `starts` covers all experts of this rank.
-fn groups<'a>(
+fn group_matrices<'a>(
     cx: &'a OperationContext<'_>,
     layer: &GroupedLinear,
     starts: View<'a>,
@@ -97,7 +97,7 @@ fn rows_of_all_chunks(cx: &OperationContext<'_>, loads: &Loads, cols: usize, dty
 }
 
 /// Zeroes rows that no exchange writes but kernels read. A counting device has no such rows, because its loads are even.
-pub(super) fn zero(cx: &OperationContext<'_>, all: ViewMut<'_>, rows: Range<usize>) {
+pub(super) fn zero_unwritten_rows(cx: &OperationContext<'_>, all: ViewMut<'_>, rows: Range<usize>) {
     if !rows.is_empty() && !cx.device().is_counting() {
         cx.device().zero(all.into_rows(rows.start, rows.len()));
     }
@@ -127,7 +127,7 @@ fn exchange_and_compute(
     let ExchangeBuffers { rows, received, results } = buffers;
     let (axis, device, cols) = (cx.expert_axis_ops(), cx.device(), rows.shape().cols());
     let num_choices = rows.shape().rows();
-    zero(cx, rows.view_mut(), num_choices - loads.num_dropped()..num_choices);
+    zero_unwritten_rows(cx, rows.view_mut(), num_choices - loads.num_dropped()..num_choices);
     let mut coming = Some(first);
     let mut going: Option<PendingExchange> = None;
     let mut chunks = chunks.peekable();
@@ -136,7 +136,11 @@ fn exchange_and_compute(
         axis.send_rest(device, &exchange, rows.view(), received.view_mut())?;
         axis.finish_rows(device, exchange, received.view_mut())?;
         let chunk_rows = loads.rows(&chunk);
-        zero(cx, received.view_mut(), chunk_rows.start + loads.num_rows(&chunk)..chunk_rows.end);
+        zero_unwritten_rows(
+            cx,
+            received.view_mut(),
+            chunk_rows.start + loads.num_rows(&chunk)..chunk_rows.end,
+        );
         let next = chunks.peek().map(|next| loads.runs(cols, next));
         coming = next.map(|runs| axis.start_rows(device, runs, rows.view())).transpose()?;
         let (x, y) = (received.view(), results.view_mut());
@@ -172,8 +176,8 @@ impl Operation for LocalExperts {
         let compute = |chunk: &Range<usize>, x: View<'_>, y: ViewMut<'_>| {
             let rows = loads.rows(chunk);
             let mut inner = inner.view_mut().into_rows(rows.start, rows.len());
-            self.up.product(cx, groups(cx, &self.up, starts, chunk), x, inner.reborrow())?;
-            self.down.product(cx, groups(cx, &self.down, starts, chunk), inner.as_view(), y)
+            self.up.product(cx, group_matrices(cx, &self.up, starts, chunk), x, inner.reborrow())?;
+            self.down.product(cx, group_matrices(cx, &self.down, starts, chunk), inner.as_view(), y)
         };
         let buffers = ExchangeBuffers { rows: &mut rows, received: &mut received, results: &mut outputs };
         let last = exchange_and_compute(cx, &loads, first, loads.chunks(), buffers, compute)?;
@@ -201,7 +205,7 @@ impl Operation for LocalExperts {
         let starts = cx.input(STARTS);
         let compute = |chunk: &Range<usize>, dy: View<'_>, dx: ViewMut<'_>| {
             let rows = loads.rows(chunk);
-            let layers = [&self.up, &self.down].map(|layer| groups(cx, layer, starts, chunk));
+            let layers = [&self.up, &self.down].map(|layer| group_matrices(cx, layer, starts, chunk));
             let of_activation = [&mut inner, &mut d_activated];
             let of_activation = of_activation.map(|all| all.view_mut().into_rows(rows.start, rows.len()));
             self.inner_grads(cx, layers, dy, dx, of_activation)

@@ -1,7 +1,7 @@
 use super::linear::weight_grad;
 use crate::device::{Device, MatmulEpilogue, Result, Transposition};
 use crate::kernels::StridedBlocks;
-use crate::kernels::cpu::cross_entropy::{RowFactors, STATISTICS, VocabularyChunk};
+use crate::kernels::cpu::cross_entropy::{NUM_STATISTICS, RowFactors, VocabularyChunk};
 use crate::kernels::tanh;
 use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
@@ -111,7 +111,7 @@ impl LossHead {
     ) -> Result<(Tensor, Option<Tensor>)> {
         let (device, precision, parameters) = (cx.device(), cx.precision(), cx.parameters);
         let rows = x.shape().rows();
-        let mut statistics = device.activation([rows, STATISTICS])?;
+        let mut statistics = device.activation([rows, NUM_STATISTICS])?;
         let mut whole = None;
         for chunk in self.chunks(rows) {
             let logits = self.chunk_logits(device, precision, parameters, x, chunk)?;
@@ -121,7 +121,7 @@ impl LossHead {
         let Some(axis) = cx.tensor_axis().filter(|_| self.weight.shard.is_some()) else {
             return Ok((statistics, whole));
         };
-        let mut parts = device.activation([axis.axis_rank().degree, rows, STATISTICS])?;
+        let mut parts = device.activation([axis.axis_rank().degree, rows, NUM_STATISTICS])?;
         axis.ops.exchange(device, ExchangeKind::AllGather, statistics.view(), parts.view_mut())?;
         device.merge_statistics(parts.view(), statistics.view_mut());
         Ok((statistics, whole))
@@ -306,7 +306,7 @@ impl LossHead {
             Some(logits) => logits,
             None => {
                 // The statistics were computed from the same logits.
-                device.count_repeated(&[2, x.shape().num_elements(), chunk.len]);
+                device.count_recomputed(&[2, x.shape().num_elements(), chunk.len]);
                 self.chunk_logits(device, precision, cx.parameters, x, chunk)?
             }
         };

@@ -14,7 +14,7 @@ pub struct RouterZLoss;
 #[derive(Debug)]
 pub struct RouterEntropy;
 
-fn log_sum(logits: &[f32]) -> f32 {
+fn log_sum_exp(logits: &[f32]) -> f32 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     max + logits.iter().map(|logit| (logit - max).exp()).sum::<f32>().ln()
 }
@@ -48,7 +48,7 @@ impl Operation for RouterZLoss {
     declares! { inputs: 1..=2, reads_inputs: INPUT_HALF, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
-        add_mean(cx, trireme_base::Cost::EXP + 3, |logits| log_sum(logits).powi(2))
+        add_mean(cx, trireme_base::Cost::EXP + 3, |logits| log_sum_exp(logits).powi(2))
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
@@ -59,7 +59,7 @@ impl Operation for RouterZLoss {
         let inputs = [cx.input(0), row_weights((cx.num_inputs() > 1).then(|| cx.input(1)))];
         cx.device().for_each_row(inputs, grad.view_mut(), operations, move |[logits, weights], row, grad| {
             let logits = &logits[row * cols..(row + 1) * cols];
-            let log_sum = log_sum(logits);
+            let log_sum = log_sum_exp(logits);
             let scale = scale * weight_of(weights, row) * log_sum;
             let of = |logit: &f32| scale * (logit - log_sum).exp();
             grad.iter_mut().zip(logits).for_each(|(grad, logit)| *grad = of(logit));

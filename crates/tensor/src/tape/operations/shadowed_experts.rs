@@ -5,7 +5,7 @@
 use super::expert_loads::Loads;
 use super::grouped_linear::{GroupMatrices, GroupedLinear};
 use super::input_activation::grad_and_output;
-use super::local_experts::{LocalExperts, zero};
+use super::local_experts::{LocalExperts, zero_unwritten_rows};
 use crate::device::{DeviceError, Result, RowGroups};
 use crate::tape::{ExchangedRuns, OperationContext, PendingExchange, Runs};
 use crate::tensor::Tensor;
@@ -161,7 +161,7 @@ fn gather_shadowed_rows(cx: &OperationContext<'_>, loads: &Loads, rows: View<'_>
         let from = rows.rows(from.start, from.len());
         cx.device().copy(from, taken.view_mut().into_rows(to.start, to.len()));
     }
-    zero(cx, taken.view_mut(), end..room);
+    zero_unwritten_rows(cx, taken.view_mut(), end..room);
     Ok(taken)
 }
 

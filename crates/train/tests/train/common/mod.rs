@@ -75,7 +75,7 @@ pub(crate) fn options(config: &Config) -> TrainerOptions {
         started: Instant::now(),
         plan: None,
         peak_flops: None,
-        features_max: None,
+        simd_level_max: None,
         ends_at: None,
         given_config: None,
     }

@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn without_points_there_is_no_chart_but_a_picture() {
+    fn without_points_there_is_an_svg_but_no_html() {
         let chart = chart(&[&[(1, None)], &[]]);
         assert!(chart.to_html().is_none());
         let svg = Chart { horizontal_lines: Vec::new(), ..chart }.to_svg("");

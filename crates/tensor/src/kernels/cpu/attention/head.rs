@@ -1,7 +1,7 @@
 //! Attention of one head of one sequence, block by block.
 
 use super::operands::{BackwardOperands, ForwardOperands, KEY_BLOCK};
-use super::rule::{AttentionRule, SequenceMask, all_seen};
+use super::rule::{AttentionRule, SequenceMask, seen_by_any};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::Element;
 use crate::kernels::cpu::matmul::{LeftOperand, MatmulSizes, Matrix, MicroKernel, RightPanels, Tile};
@@ -134,7 +134,7 @@ struct SavedRow {
 /// The queries of one head in one sequence, with the keys that they see.
 pub(super) struct Head<'a> {
     pub(super) queries: Matrix<'a>,
-    pub(super) keys: SequenceMask<'a>,
+    pub(super) mask: SequenceMask<'a>,
     /// First packed key; a multiple of [`KEY_BLOCK`].
     pub(super) first_packed: usize,
     /// Dims of a query or key, and of a value.
@@ -185,12 +185,12 @@ impl BlockPair<'_> {
 impl Head<'_> {
     /// Returns the keys that each of the queries `first..first + num_queries` sees.
     fn seen_keys(&self, first: usize, num_queries: usize) -> SeenKeys {
-        std::array::from_fn(|row| if row < num_queries { self.keys.keys_of_query(first + row) } else { 0..0 })
+        std::array::from_fn(|row| if row < num_queries { self.mask.keys_of_query(first + row) } else { 0..0 })
     }
 
     /// Returns the blocks of keys that the queries from `first_query` on see.
     fn key_blocks(first_query: usize, seen: &[Range<usize>]) -> impl Iterator<Item = BlockPair<'_>> {
-        let all = all_seen(seen);
+        let all = seen_by_any(seen);
         (all.start / KEY_BLOCK..all.end.div_ceil(KEY_BLOCK)).map(move |block| {
             let first_key = block * KEY_BLOCK;
             BlockPair { first_query, first_key, num_keys: KEY_BLOCK.min(all.end - first_key), seen }
@@ -199,13 +199,13 @@ impl Head<'_> {
 
     /// Returns the factor of scores after [`cap`](Head::cap).
     fn scale(&self) -> f32 {
-        let AttentionRule { scale, soft_cap, .. } = self.keys.scope.rule;
+        let AttentionRule { scale, soft_cap, .. } = self.mask.scope.rule;
         if soft_cap.is_some() { 1.0 } else { scale }
     }
 
     /// Applies the rule's soft cap to raw scores, if there is one.
     fn cap(&self, cpu: &Cpu, scores: &mut [f32]) {
-        let AttentionRule { scale, soft_cap, .. } = self.keys.scope.rule;
+        let AttentionRule { scale, soft_cap, .. } = self.mask.scope.rule;
         if let Some(cap) = soft_cap {
             cap_scores(cpu.simd_level, scores, scale, cap);
         }
@@ -304,7 +304,7 @@ impl Head<'_> {
             let size = MatmulSizes { rows: num_queries, cols: num_keys, inner: value_dim };
             let values = operands.values_transposed.columns_from(first_key);
             Tile::whole(d_weights, size).multiply(LeftOperand::InMemory(dy), values, false);
-            let rule = self.keys.scope.rule;
+            let rule = self.mask.scope.rule;
             softmax_block_backward(cpu.simd_level, scores, d_weights, pair, rule, rows, weights, d_scores);
             let (weights, d_scores) = (as_matrix(weights, num_keys), as_matrix(d_scores, num_keys));
             for (grads, left, right, cols) in [

@@ -185,7 +185,7 @@ impl<'a, T: Element> AttentionInputs<&'a [T], &'a [u32]> {
     }
 
     /// Returns the mask of a sequence.
-    fn view(&self, shape: AttentionShape, scope: AttentionScope, sequence: usize) -> SequenceMask<'a> {
+    fn mask(&self, shape: AttentionShape, scope: AttentionScope, sequence: usize) -> SequenceMask<'a> {
         let end = self.padding_starts.map_or(usize::MAX, |num_keys| num_keys[sequence] as usize);
         let of_sequence = |starts: &'a [u32]| &starts[sequence * shape.seq_len..][..shape.seq_len];
         SequenceMask { scope, end, document_starts: self.document_starts.map(of_sequence) }
@@ -295,7 +295,7 @@ impl Cpu {
         let layout = inputs.layout(shape, &scope);
         assert_eq!(results.log_sums.len(), shape.rows() * shape.num_heads);
         let [queries, keys_values] = inputs.matrices(layout);
-        let view = |sequence| inputs.view(shape, scope, sequence);
+        let view = |sequence| inputs.mask(shape, scope, sequence);
         self.attention_forward(shape, 0, &view, results, scratch, &|sequence, head| {
             let first_key = sequence * shape.num_keys;
             let key_value = layout.key_value(shape, head / shape.heads_per_kv_head());
@@ -373,7 +373,7 @@ impl Cpu {
             let num_keys = seen.end.max(first_packed) - first_packed;
             let keys_values = KeysValues { keys, values, num_keys, dims };
             let factors = keys_values.forward_operands(micro, bytemuck::cast_slice_mut(words));
-            let parts = Head { queries, keys: view, first_packed, dims };
+            let parts = Head { queries, mask: view, first_packed, dims };
             let mut blocks = Scratch::<T>::new(blocks);
             for first in (first..end).step_by(QUERY_BLOCK) {
                 let num_queries = QUERY_BLOCK.min(end - first);
@@ -440,10 +440,10 @@ impl Cpu {
             }
             let mut grads = HeadGrads { queries, keys, values, has_earlier_keys: false };
             let per_kv_head = shape.heads_per_kv_head();
-            let view = inputs.view(shape, scope, sequence);
+            let view = inputs.mask(shape, scope, sequence);
             for head in kv_head * per_kv_head..(kv_head + 1) * per_kv_head {
                 let queries = query_rows.submatrix(first, head * dim);
-                let parts = Head { queries, keys: view, first_packed: 0, dims };
+                let parts = Head { queries, mask: view, first_packed: 0, dims };
                 for query in (0..seq_len).step_by(QUERY_BLOCK) {
                     let num_queries = QUERY_BLOCK.min(seq_len - query);
                     let saved = (sequence * shape.num_heads + head) * seq_len + query;

@@ -115,12 +115,12 @@ impl SequenceMask<'_> {
 
     /// Returns the range of keys that at least one of the queries sees.
     pub(super) fn keys_of_queries(&self, queries: Range<usize>) -> Range<usize> {
-        all_seen(&[self.keys_of_query(queries.start), self.keys_of_query(queries.end - 1)])
+        seen_by_any(&[self.keys_of_query(queries.start), self.keys_of_query(queries.end - 1)])
     }
 }
 
 /// Returns the range of keys that at least one of several consecutive queries sees. Starts and ends must not decrease.
-pub(super) fn all_seen(of_queries: &[Range<usize>]) -> Range<usize> {
+pub(super) fn seen_by_any(of_queries: &[Range<usize>]) -> Range<usize> {
     let seen = match of_queries {
         [] => 0..0,
         [first, ..] => first.start..of_queries[of_queries.len() - 1].end,

@@ -67,7 +67,7 @@ impl Inputs {
         let chunks: Vec<_> =
             (0..cols).step_by(width).map(|first| (chunk(first), self.part(chunk(first)))).collect();
         run(|cpu| {
-            let mut statistics = vec![f32::NAN; rows * STATISTICS];
+            let mut statistics = vec![f32::NAN; rows * NUM_STATISTICS];
             for (chunk, logits) in &chunks {
                 cpu.softmax_statistics(logits, &self.targets, *chunk, &mut statistics);
             }
@@ -86,7 +86,7 @@ impl Inputs {
                     gradient[chunk.first..][..chunk.len].copy_from_slice(&widen(part));
                 }
             }
-            [statistics.chunks_exact(STATISTICS).map(row_loss).collect(), gradient]
+            [statistics.chunks_exact(NUM_STATISTICS).map(row_loss).collect(), gradient]
         })
     }
 }

@@ -101,7 +101,7 @@ static TILE_CONFIG: TileConfigOperand = TileConfigOperand {
 /// At most one per thread, because dropping it releases the tiles. While tiles are configured, the system saves and restores them on every
 /// context switch, so a kernel holds this only while it multiplies.
 pub(crate) struct TileConfig {
-    of_this_thread: PhantomData<*const ()>,
+    not_send: PhantomData<*const ()>,
 }
 
 impl TileConfig {
@@ -112,7 +112,7 @@ impl TileConfig {
     pub(crate) unsafe fn load() -> Self {
         // SAFETY: guaranteed by the caller; the layout is valid.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &TILE_CONFIG, options(nostack, readonly, preserves_flags)) };
-        TileConfig { of_this_thread: PhantomData }
+        TileConfig { not_send: PhantomData }
     }
 }
 

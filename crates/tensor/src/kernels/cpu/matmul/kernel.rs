@@ -18,7 +18,7 @@ pub(super) const INNER_BLOCK: usize = 256;
 /// The micro-kernel for a SIMD level and a precision.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MicroKernel {
-    pub(super) features: SimdLevel,
+    pub(super) simd_level: SimdLevel,
     pub(super) words: WordKind,
     /// Number of columns of a panel.
     pub(super) cols: usize,
@@ -70,7 +70,7 @@ impl MicroKernel {
             SimdLevel::Avx2 => (6, 16),
             SimdLevel::Avx512 | SimdLevel::Avx512Bf16 | SimdLevel::AmxBf16 => (12, 32),
         };
-        let micro = MicroKernel { features, words, cols, rows, step: 1, row_major: false };
+        let micro = MicroKernel { simd_level: features, words, cols, rows, step: 1, row_major: false };
         #[cfg(target_arch = "x86_64")]
         if features == SimdLevel::AmxBf16 && words == WordKind::Bf16Pair {
             return MicroKernel {
@@ -188,7 +188,7 @@ impl MicroKernel {
                 }
             };
         }
-        match (self.features, self.words) {
+        match (self.simd_level, self.words) {
             #[cfg(target_arch = "x86_64")]
             (SimdLevel::AmxBf16, WordKind::Bf16Pair) => {
                 let (start, stride) = (tile.start, tile.row_stride);

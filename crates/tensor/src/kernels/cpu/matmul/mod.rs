@@ -160,7 +160,7 @@ impl Cpu {
                 pack::pack_left_panel(micro, left.submatrix(row, first_term), span, out);
             }
         });
-        PackedLeft { micro, inner: size.inner, by_rows: pack::by_rows(micro, left), words }
+        PackedLeft { micro, inner: size.inner, by_rows: pack::is_packed_by_rows(micro, left), words }
     }
 
     fn pack_right<'a>(

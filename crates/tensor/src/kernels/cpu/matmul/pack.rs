@@ -4,16 +4,18 @@ use super::kernel::{INNER_BLOCK, LeftPanel, MicroKernel, ROWS_MAX};
 use super::matrix::Matrix;
 #[cfg(target_arch = "x86_64")]
 use super::pairs;
-use super::words::{Bf16PairWord, F32Word, RoundedBf16Word, RoundedF16Word, Word, WordKind, across, along};
+use super::words::{
+    Bf16PairWord, F32Word, RoundedBf16Word, RoundedF16Word, Word, WordKind, word_of_lines, words_of_line,
+};
 use crate::kernels::cpu::element::{Element, Floats, with_floats};
 use crate::kernels::cpu::simd::{SimdLevel, for_each_simd_level};
 use std::mem::MaybeUninit;
 
 /// Side length, in words, of the blocks that are transposed at a time.
-pub(super) const SIDE: usize = 16;
+pub(super) const BLOCK_SIDE: usize = 16;
 
 /// Number of words that may be written beyond the end of a left panel.
-pub(super) const SLACK: usize = SIDE;
+pub(super) const SLACK: usize = BLOCK_SIDE;
 
 /// Memory for a panel of a left operand. Words are zeroed at their first use, because most matmuls need few of them.
 pub(super) struct LeftBuffer {
@@ -96,10 +98,10 @@ for_each_simd_level! {
             let line = |index: usize| (index < span.inner).then(|| &source[index * stride..][..span.lines]);
             let first = word * W::TERMS;
             for index in first + PREFETCH_DISTANCE..first + PREFETCH_DISTANCE + W::TERMS {
-                (0..span.lines).step_by(SIDE).for_each(|line| prefetch(source, index * stride + line));
+                (0..span.lines).step_by(BLOCK_SIDE).for_each(|line| prefetch(source, index * stride + line));
             }
             let (out, zeros) = out.split_at_mut(span.lines);
-            across::<W, T>(line(first), line(first + W::TERMS - 1), out);
+            word_of_lines::<W, T>(line(first), line(first + W::TERMS - 1), out);
             // A call of `fill` for no words would take as long as a short row.
             if !zeros.is_empty() {
                 zeros.fill(0);
@@ -115,13 +117,13 @@ for_each_simd_level! {
             // The sixteen elements may span two cache lines.
             let ahead = (word * W::TERMS + PREFETCH_DISTANCE) * stride;
             prefetch(source, ahead);
-            prefetch(source, ahead + SIDE - 1);
-            let out = &mut out[word * width..][..SIDE];
-            match (low.and_then(|x| x.first_chunk::<SIDE>()), high.and_then(|x| x.first_chunk::<SIDE>())) {
-                (Some(low), Some(high)) => across::<W, T>(Some(low), Some(high), out),
+            prefetch(source, ahead + BLOCK_SIDE - 1);
+            let out = &mut out[word * width..][..BLOCK_SIDE];
+            match (low.and_then(|x| x.first_chunk::<BLOCK_SIDE>()), high.and_then(|x| x.first_chunk::<BLOCK_SIDE>())) {
+                (Some(low), Some(high)) => word_of_lines::<W, T>(Some(low), Some(high), out),
                 _ => {
                     let (low, high) = (low.map(|x| &x[..span.lines]), high.map(|x| &x[..span.lines]));
-                    across::<W, T>(low, high, &mut out[..span.lines]);
+                    word_of_lines::<W, T>(low, high, &mut out[..span.lines]);
                 }
             }
         }
@@ -129,32 +131,32 @@ for_each_simd_level! {
 
     /// Packs lines with contiguous elements, which begin `stride` elements apart, as `len` rows of `width` words.
     fn pack_contiguous_transposed<W: Word, T: Element>(level: SimdLevel, in_place: bool, source: &[T], stride: usize, span: PanelSpan, width: usize, out: &mut [u32]) {
-        for first_word in (0..span.len).step_by(SIDE) {
+        for first_word in (0..span.len).step_by(BLOCK_SIDE) {
             let first = first_word * W::TERMS;
-            let num_words = SIDE.min(span.len - first_word);
-            let inner = (SIDE * W::TERMS).min(span.inner.saturating_sub(first));
-            for first_line in (0..width).step_by(SIDE) {
-                let num_lines = SIDE.min(span.lines.saturating_sub(first_line));
+            let num_words = BLOCK_SIDE.min(span.len - first_word);
+            let inner = (BLOCK_SIDE * W::TERMS).min(span.inner.saturating_sub(first));
+            for first_line in (0..width).step_by(BLOCK_SIDE) {
+                let num_lines = BLOCK_SIDE.min(span.lines.saturating_sub(first_line));
                 let out = &mut out[first_word * width + first_line..];
-                let whole = num_words == SIDE && width - first_line >= SIDE;
-                if in_place && whole && num_lines == SIDE && inner == SIDE * W::TERMS {
-                    let block = &source[first_line * stride + first..][..(SIDE - 1) * stride + inner];
+                let whole = num_words == BLOCK_SIDE && width - first_line >= BLOCK_SIDE;
+                if in_place && whole && num_lines == BLOCK_SIDE && inner == BLOCK_SIDE * W::TERMS {
+                    let block = &source[first_line * stride + first..][..(BLOCK_SIDE - 1) * stride + inner];
                     // SAFETY: sixteen lines of sixteen words, in bounds by the line above.
                     unsafe { transpose(level, block.as_ptr().cast(), stride * size_of::<T>(), out, width) };
                     continue;
                 }
-                let mut block = [0; SIDE * SIDE];
-                for (line, words) in block.as_chunks_mut::<SIDE>().0.iter_mut().enumerate().take(num_lines) {
-                    along::<W, T>(&source[(first_line + line) * stride + first..][..inner], words);
+                let mut block = [0; BLOCK_SIDE * BLOCK_SIDE];
+                for (line, words) in block.as_chunks_mut::<BLOCK_SIDE>().0.iter_mut().enumerate().take(num_lines) {
+                    words_of_line::<W, T>(&source[(first_line + line) * stride + first..][..inner], words);
                 }
                 if whole {
                     // SAFETY: the block has sixteen lines of sixteen words.
-                    unsafe { transpose(level, block.as_ptr().cast(), SIDE * size_of::<u32>(), out, width) };
+                    unsafe { transpose(level, block.as_ptr().cast(), BLOCK_SIDE * size_of::<u32>(), out, width) };
                     continue;
                 }
                 for word in 0..num_words {
-                    for line in 0..SIDE.min(width - first_line) {
-                        out[word * width + line] = block[line * SIDE + word];
+                    for line in 0..BLOCK_SIDE.min(width - first_line) {
+                        out[word * width + line] = block[line * BLOCK_SIDE + word];
                     }
                 }
             }
@@ -164,20 +166,20 @@ for_each_simd_level! {
     /// Packs lines that are interleaved in memory as rows of `len` words, a multiple of sixteen. Consecutive elements of a line are
     /// `stride` apart. `out` has room for a multiple of sixteen rows.
     fn pack_interleaved_transposed<W: Word, T: Element>(level: SimdLevel, source: &[T], stride: usize, span: PanelSpan, out: &mut [u32]) {
-        for first_word in (0..span.len).step_by(SIDE) {
-            for first_line in (0..span.lines).step_by(SIDE) {
-                let num_lines = SIDE.min(span.lines - first_line);
-                let mut block = [0; SIDE * SIDE];
-                for (word, words) in block.as_chunks_mut::<SIDE>().0.iter_mut().enumerate() {
+        for first_word in (0..span.len).step_by(BLOCK_SIDE) {
+            for first_line in (0..span.lines).step_by(BLOCK_SIDE) {
+                let num_lines = BLOCK_SIDE.min(span.lines - first_line);
+                let mut block = [0; BLOCK_SIDE * BLOCK_SIDE];
+                for (word, words) in block.as_chunks_mut::<BLOCK_SIDE>().0.iter_mut().enumerate() {
                     let first = (first_word + word) * W::TERMS;
                     let line = |index: usize| {
                         (index < span.inner).then(|| &source[index * stride + first_line..][..num_lines])
                     };
-                    across::<W, T>(line(first), line(first + W::TERMS - 1), &mut words[..num_lines]);
+                    word_of_lines::<W, T>(line(first), line(first + W::TERMS - 1), &mut words[..num_lines]);
                 }
                 let out = &mut out[first_line * span.len + first_word..];
                 // SAFETY: the block has sixteen lines of sixteen words.
-                unsafe { transpose(level, block.as_ptr().cast(), SIDE * size_of::<u32>(), out, span.len) };
+                unsafe { transpose(level, block.as_ptr().cast(), BLOCK_SIDE * size_of::<u32>(), out, span.len) };
             }
         }
     }
@@ -185,7 +187,7 @@ for_each_simd_level! {
     /// Packs lines with contiguous elements, which begin `stride` elements apart, as rows of `len` words.
     fn pack_contiguous<W: Word, T: Element>(source: &[T], stride: usize, span: PanelSpan, out: &mut [u32]) {
         for (line, out) in out.chunks_exact_mut(span.len).enumerate().take(span.lines) {
-            along::<W, T>(&source[line * stride..][..span.inner], out);
+            words_of_line::<W, T>(&source[line * stride..][..span.inner], out);
         }
     }
 }
@@ -197,7 +199,7 @@ fn matches_word_bits(kind: WordKind, values: Floats<'_>) -> bool {
 
 /// Packs a panel of the right operand: `span.len` rows of `micro.cols` words, padded with zeros.
 pub(super) fn right_panel(micro: MicroKernel, right: Matrix<'_>, span: PanelSpan, out: &mut [u32]) {
-    let (features, width) = (micro.features, micro.cols);
+    let (features, width) = (micro.simd_level, micro.cols);
     assert!(span.lines <= width && out.len() == span.len * width && right.covers(span.inner, span.lines));
     #[cfg(target_arch = "x86_64")]
     if let (WordKind::Bf16Pair, Floats::F32(source)) = (micro.words, right.values) {
@@ -231,7 +233,7 @@ pub(super) fn can_read_in_place(micro: MicroKernel, left: Matrix<'_>, inner: usi
 }
 
 /// Returns whether packed panels consist of rows of words; otherwise, of columns.
-pub(super) fn by_rows(micro: MicroKernel, left: Matrix<'_>) -> bool {
+pub(super) fn is_packed_by_rows(micro: MicroKernel, left: Matrix<'_>) -> bool {
     micro.row_major || left.col_stride == 1
 }
 
@@ -249,12 +251,12 @@ pub(super) fn left_panel<'a>(
     }
     let out = buffer.get(num_left_words(micro, span.len));
     pack_left_panel(micro, left, span, out);
-    packed_left(micro, by_rows(micro, left), span.len, out)
+    packed_left(micro, is_packed_by_rows(micro, left), span.len, out)
 }
 
 /// Packs a panel of the left operand into [`num_left_words`] words.
 pub(super) fn pack_left_panel(micro: MicroKernel, left: Matrix<'_>, span: PanelSpan, out: &mut [u32]) {
-    let features = micro.features;
+    let features = micro.simd_level;
     assert!(span.lines <= micro.rows && left.covers(span.lines, span.inner));
     assert_eq!(out.len(), num_left_words(micro, span.len));
     let whole = micro.rows * span.len;
@@ -296,7 +298,7 @@ pub(super) fn packed_left(micro: MicroKernel, by_rows: bool, len: usize, words: 
 /// The words must be readable. They need not be aligned.
 #[inline(always)]
 unsafe fn transpose(level: SimdLevel, source: *const u8, row_bytes: usize, out: &mut [u32], width: usize) {
-    assert!(out.len() >= (SIDE - 1) * width + SIDE);
+    assert!(out.len() >= (BLOCK_SIDE - 1) * width + BLOCK_SIDE);
     #[cfg(target_arch = "x86_64")]
     if level >= SimdLevel::Avx512 {
         // SAFETY: AVX-512 was detected, and the caller guarantees that the source is readable.
@@ -305,8 +307,8 @@ unsafe fn transpose(level: SimdLevel, source: *const u8, row_bytes: usize, out: 
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = level;
-    for line in 0..SIDE {
-        for word in 0..SIDE {
+    for line in 0..BLOCK_SIDE {
+        for word in 0..BLOCK_SIDE {
             // SAFETY: the caller guarantees that the source is readable.
             let value = unsafe { source.add(line * row_bytes).cast::<u32>().add(word).read_unaligned() };
             out[word * width + line] = value;

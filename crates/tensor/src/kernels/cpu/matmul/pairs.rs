@@ -1,7 +1,7 @@
 //! Packing of bf16 pairs with AVX-512 instructions: right panels from f32 (weights, gradients of the residual stream), and left panels from
 //! transposed bf16 operands.
 
-use super::pack::{PREFETCH_DISTANCE, PanelSpan, SIDE, prefetch, transpose_16x16};
+use super::pack::{BLOCK_SIDE, PREFETCH_DISTANCE, PanelSpan, prefetch, transpose_16x16};
 use std::arch::x86_64::*;
 use trireme_base::Bf16;
 
@@ -18,7 +18,7 @@ pub(super) unsafe fn right_panel(
     width: usize,
     out: &mut [u32],
 ) {
-    assert!(out.len() == span.len * width && width.is_multiple_of(SIDE));
+    assert!(out.len() == span.len * width && width.is_multiple_of(BLOCK_SIDE));
     if col_stride == 1 {
         pack_interleaved(source, row_stride, span, width, out);
     } else {
@@ -27,7 +27,7 @@ pub(super) unsafe fn right_panel(
 }
 
 /// Prefetch distance along a line, in elements.
-const TERMS_AHEAD: usize = 64;
+const LINE_PREFETCH_DISTANCE: usize = 64;
 
 /// Packs the first words of a narrow panel of bf16, like `super::pack::pack_interleaved_narrow`. Stops before the first word for which
 /// `source` does not have sixteen elements at both indices of the inner dim. Returns the number of packed words.
@@ -42,9 +42,9 @@ pub(super) unsafe fn narrow_panel(
     width: usize,
     out: &mut [u32],
 ) -> usize {
-    let whole_lines = if source.len() < SIDE { 0 } else { (source.len() - SIDE) / stride + 1 };
+    let whole_lines = if source.len() < BLOCK_SIDE { 0 } else { (source.len() - BLOCK_SIDE) / stride + 1 };
     let num_words = (whole_lines.min(span.inner) / 2).min(span.len);
-    assert!(num_words == 0 || (num_words - 1) * width + SIDE <= out.len());
+    assert!(num_words == 0 || (num_words - 1) * width + BLOCK_SIDE <= out.len());
     for word in 0..num_words {
         // SAFETY: `source` has sixteen elements at each of the indices `2 word` and `2 word + 1` of the inner dim; the destination was
         // checked above.
@@ -61,7 +61,7 @@ pub(super) unsafe fn narrow_panel(
 
 /// Returns a mask of the sixteen lanes from `first` on; a lane is set if its index is less than `num`.
 fn mask(first: usize, num: usize) -> __mmask16 {
-    let lanes = num.saturating_sub(first).min(SIDE) as u32;
+    let lanes = num.saturating_sub(first).min(BLOCK_SIDE) as u32;
     ((1_u32 << lanes) - 1) as __mmask16
 }
 
@@ -79,21 +79,21 @@ fn load(source: &[f32], first: usize, mask: __mmask16) -> __m512 {
 #[target_feature(enable = "avx512f")]
 fn store(out: &mut [u32], words: __m512i) {
     // SAFETY: sixteen words.
-    unsafe { _mm512_storeu_si512(out[..SIDE].as_mut_ptr().cast(), words) };
+    unsafe { _mm512_storeu_si512(out[..BLOCK_SIDE].as_mut_ptr().cast(), words) };
 }
 
 /// Packs lines that are interleaved in memory: two rows of elements form a row of words.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn pack_interleaved(source: &[f32], stride: usize, span: PanelSpan, width: usize, out: &mut [u32]) {
     // Lane `l` of the first row goes to half-word `2l`, lane `l` of the second row to `2l + 1`.
-    let mut order = [0_u16; 2 * SIDE];
+    let mut order = [0_u16; 2 * BLOCK_SIDE];
     for (index, place) in order.iter_mut().enumerate() {
-        *place = (index / 2 + index % 2 * SIDE) as u16;
+        *place = (index / 2 + index % 2 * BLOCK_SIDE) as u16;
     }
     // SAFETY: 32 half-words.
     let order = unsafe { _mm512_loadu_si512(order.as_ptr().cast()) };
     for (word, out) in out.chunks_exact_mut(width).enumerate() {
-        for first in (0..width).step_by(SIDE) {
+        for first in (0..width).step_by(BLOCK_SIDE) {
             let row = |index: usize| {
                 let mask = if index < span.inner { mask(first, span.lines) } else { 0 };
                 prefetch(source, (index + PREFETCH_DISTANCE) * stride + first);
@@ -110,33 +110,33 @@ fn pack_interleaved(source: &[f32], stride: usize, span: PanelSpan, width: usize
 /// Packs lines with contiguous elements: transposes blocks of sixteen lines of sixteen words.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn pack_contiguous(source: &[f32], stride: usize, span: PanelSpan, width: usize, out: &mut [u32]) {
-    let mut block = [0_u32; SIDE * SIDE];
-    let mut columns = [0_u32; SIDE * SIDE];
-    for first_word in (0..span.len).step_by(SIDE) {
-        for first_line in (0..width).step_by(SIDE) {
-            for (line, words) in block.as_chunks_mut::<SIDE>().0.iter_mut().enumerate() {
+    let mut block = [0_u32; BLOCK_SIDE * BLOCK_SIDE];
+    let mut columns = [0_u32; BLOCK_SIDE * BLOCK_SIDE];
+    for first_word in (0..span.len).step_by(BLOCK_SIDE) {
+        for first_line in (0..width).step_by(BLOCK_SIDE) {
+            for (line, words) in block.as_chunks_mut::<BLOCK_SIDE>().0.iter_mut().enumerate() {
                 let line = first_line + line;
                 let term = |first: usize| {
                     let mask = if line < span.lines { mask(first, span.inner) } else { 0 };
-                    prefetch(source, line * stride + first + TERMS_AHEAD);
+                    prefetch(source, line * stride + first + LINE_PREFETCH_DISTANCE);
                     load(source, line * stride + first, mask)
                 };
-                let halves = _mm512_cvtne2ps_pbh(term(2 * first_word + SIDE), term(2 * first_word));
+                let halves = _mm512_cvtne2ps_pbh(term(2 * first_word + BLOCK_SIDE), term(2 * first_word));
                 // SAFETY: both are 512 bits.
                 store(words, unsafe { std::mem::transmute::<__m512bh, __m512i>(halves) });
             }
-            let num_words = SIDE.min(span.len - first_word);
-            let (source, row_bytes) = (block.as_ptr().cast(), SIDE * size_of::<u32>());
-            if num_words == SIDE {
+            let num_words = BLOCK_SIDE.min(span.len - first_word);
+            let (source, row_bytes) = (block.as_ptr().cast(), BLOCK_SIDE * size_of::<u32>());
+            if num_words == BLOCK_SIDE {
                 let out = &mut out[first_word * width + first_line..];
                 // SAFETY: the block has sixteen lines of sixteen words.
                 unsafe { transpose_16x16(source, row_bytes, out, width) };
                 continue;
             }
             // SAFETY: as above.
-            unsafe { transpose_16x16(source, row_bytes, &mut columns, SIDE) };
-            for (word, columns) in columns.as_chunks::<SIDE>().0.iter().enumerate().take(num_words) {
-                out[(first_word + word) * width + first_line..][..SIDE].copy_from_slice(columns);
+            unsafe { transpose_16x16(source, row_bytes, &mut columns, BLOCK_SIDE) };
+            for (word, columns) in columns.as_chunks::<BLOCK_SIDE>().0.iter().enumerate().take(num_words) {
+                out[(first_word + word) * width + first_line..][..BLOCK_SIDE].copy_from_slice(columns);
             }
         }
     }

@@ -178,7 +178,7 @@ pub(super) unsafe fn rounded_tile<T: Element>(
         // SAFETY: in bounds by the assertion; only the caller accesses the tile.
         let out = unsafe { out.range(offset + row * row_stride, size.cols) };
         let [bias, residual] = epilogue.of_row(row, row_stride, size.cols);
-        put_row(right.micro.features, tile.row(row), bias, residual, out);
+        put_row(right.micro.simd_level, tile.row(row), bias, residual, out);
     }
 }
 

@@ -91,7 +91,7 @@ impl Word for Bf16PairWord {
 
 /// Forms words from elements that are contiguous along the inner dim. Missing elements are zero.
 #[inline(always)]
-pub(super) fn along<W: Word, T: Element>(source: &[T], out: &mut [u32]) {
+pub(super) fn words_of_line<W: Word, T: Element>(source: &[T], out: &mut [u32]) {
     let (out, zeros) = out.split_at_mut(source.len().div_ceil(W::TERMS));
     zeros.fill(0);
     if W::TERMS == 1 {
@@ -112,7 +112,7 @@ pub(super) fn along<W: Word, T: Element>(source: &[T], out: &mut [u32]) {
 /// Forms one word of each of several lines, all for the same indices of the inner dim. `low` and `high` hold the lines' elements at the
 /// first and at the last of these indices; they are equal if a word has one element. Missing elements are zero.
 #[inline(always)]
-pub(super) fn across<W: Word, T: Element>(low: Option<&[T]>, high: Option<&[T]>, out: &mut [u32]) {
+pub(super) fn word_of_lines<W: Word, T: Element>(low: Option<&[T]>, high: Option<&[T]>, out: &mut [u32]) {
     match (low, high) {
         (None, _) => out.fill(0),
         (Some(low), None) => {

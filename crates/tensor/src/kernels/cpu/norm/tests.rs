@@ -67,7 +67,7 @@ impl<T: Element> Inputs<T> {
         run(|cpu| {
             let kind = NormKind { epsilon: EPSILON, is_centered: centred };
             let mut y = narrow::<T>(&vec![f32::NAN; rows * cols]);
-            let mut statistics = vec![f32::NAN; rows * STATISTICS];
+            let mut statistics = vec![f32::NAN; rows * NUM_STATISTICS];
             cpu.norm(x, weight, centred.then_some(&self.bias[..]), kind, &mut y, &mut statistics);
             let normalised = NormedRows { x, weight, statistics: &statistics[..] };
             let (mut dx, mut dx_added) = (vec![f32::NAN; rows * cols], vec![BEFORE; rows * cols]);
@@ -236,7 +236,7 @@ fn non_finite_values_reach_dependent_values_only() {
             assert_eq!(other_rows(&clean[output]), other_rows(found), "output {output}");
         }
         assert!(!dx[place].is_finite() && d_weight[col].is_nan());
-        assert_eq!(clean[1][..row * STATISTICS], statistics[..row * STATISTICS]);
+        assert_eq!(clean[1][..row * NUM_STATISTICS], statistics[..row * NUM_STATISTICS]);
 
         let found = spoilt(&|inputs| inputs.weight[col] = value);
         assert_eq!(not_finite(&clean[0], &found[0]), in_column);

@@ -2,14 +2,14 @@
 //! 3 and algorithm 4).
 
 use super::pieces::{Piece, Pieces};
-use super::rules::{ADAFACTOR_MOMENT_MIN, bounded_square, rms_update};
+use super::rules::{ADAFACTOR_MOMENT_MIN, adafactor_update, bounded_square};
 use crate::kernels::cpu::simd::{for_each_simd_level, sum_map, sum_zip};
 use crate::kernels::cpu::{Cpu, SharedSlice};
 use crate::parameter_table::leaf_sum;
 use std::ops::Range;
 
 /// Number of columns per task of a column sum.
-const COLUMNS: usize = 64;
+const COLUMNS_PER_TASK: usize = 64;
 
 /// A matrix with a factored second moment, or the shard of it that this rank stores.
 #[derive(Debug, Clone)]
@@ -81,7 +81,7 @@ for_each_simd_level! {
 
     fn update_squares(g: &[f32], cols: &[f32], row: f32, scale: f32) -> f32 {
         sum_zip(g, cols, g, |g, col, _| {
-            let update = rms_update(g * scale, row * col);
+            let update = adafactor_update(g * scale, row * col);
             update * update
         })
     }
@@ -89,7 +89,7 @@ for_each_simd_level! {
     fn update_row(p: &mut [f32], g: &[f32], cols: &[f32], row: f32, s: (FactoredStep, f32)) {
         let (s, lr) = s;
         for ((p, &g), &col) in p.iter_mut().zip(g).zip(cols) {
-            *p = *p * s.parameter_factor - lr * rms_update(g * s.grad_scale, row * col);
+            *p = *p * s.parameter_factor - lr * adafactor_update(g * s.grad_scale, row * col);
         }
     }
 }
@@ -152,12 +152,12 @@ impl Cpu {
             |index| index + matrix.buffer_start - matrix.offset,
             |index| index + matrix.offset - matrix.buffer_start,
         );
-        self.for_each_chunk(&mut sums[..cols], COLUMNS, |first, columns| {
+        self.for_each_chunk(&mut sums[..cols], COLUMNS_PER_TASK, |first, columns| {
             let width = columns.len();
             let mut leaf = |leaf: usize| {
                 let here = matrix.stored_in_leaf(held, leaf);
                 let (start, end) = (to_matrix(here.start), to_matrix(here.end));
-                let mut sums = [0.0_f32; COLUMNS];
+                let mut sums = [0.0_f32; COLUMNS_PER_TASK];
                 for row in start / cols..end.div_ceil(cols) {
                     let from = (row * cols + first).clamp(start, end);
                     let to = (row * cols + first + width).clamp(start, end);
@@ -169,11 +169,11 @@ impl Cpu {
                 }
                 sums.map(f64::from)
             };
-            let add = |mut left: [f64; COLUMNS], right: [f64; COLUMNS]| {
+            let add = |mut left: [f64; COLUMNS_PER_TASK], right: [f64; COLUMNS_PER_TASK]| {
                 left.iter_mut().zip(right).for_each(|(left, right)| *left += right);
                 left
             };
-            let total = leaf_sum(matrix.leaves(held.clone()), [0.0; COLUMNS], &mut leaf, &add);
+            let total = leaf_sum(matrix.leaves(held.clone()), [0.0; COLUMNS_PER_TASK], &mut leaf, &add);
             columns.copy_from_slice(&total[..width]);
         });
     }

@@ -26,7 +26,7 @@ pub struct Piece {
 pub struct Pieces {
     pieces: Vec<Piece>,
     /// For each piece, its first block of 8-bit state.
-    blocks: Vec<usize>,
+    first_blocks: Vec<usize>,
     tasks: Vec<Range<usize>>,
     num_blocks: usize,
 }
@@ -66,7 +66,7 @@ impl Pieces {
             first
         };
         let blocks = pieces.iter().map(&mut count).collect();
-        Pieces { pieces, blocks, tasks, num_blocks: num_blocks_before }
+        Pieces { pieces, first_blocks: blocks, tasks, num_blocks: num_blocks_before }
     }
 
     /// Splits `len` elements into pieces that all use the first update rule.
@@ -137,11 +137,11 @@ impl Cpu {
             let p = unsafe { parameters.range(piece.start, piece.len) };
             let states = states.map(|state| {
                 // SAFETY: as above.
-                unsafe { state.piece(piece.state..piece.state + piece.len, pieces.blocks[index]) }
+                unsafe { state.piece(piece.state..piece.state + piece.len, pieces.first_blocks[index]) }
             });
             let g = if grads.is_empty() { grads } else { &grads[piece.start..piece.start + piece.len] };
             let piece_states =
-                PieceStates { features: self.simd_level, states, rounding_seed, position: piece.position };
+                PieceStates { simd_level: self.simd_level, states, rounding_seed, position: piece.position };
             let update = updates[piece.update];
             let update = scales.get(piece.update).map_or(update, |&scale| update.scaled(scale));
             let found = update.run(p, g, piece_states);
@@ -158,7 +158,7 @@ impl Pieces {
     pub(crate) fn span(&self, range: Range<usize>) -> (Range<usize>, Range<usize>) {
         let Some(last) = range.clone().last() else { return (0..0, 0..0) };
         let (first, piece) = (range.start, self.pieces[last]);
-        let blocks = self.blocks[first]..self.blocks[last] + num_blocks(piece.len);
+        let blocks = self.first_blocks[first]..self.first_blocks[last] + num_blocks(piece.len);
         let elements = self.pieces[first].state..piece.state + piece.len;
         let num_elements: usize = self.pieces[range].iter().map(|piece| piece.len).sum();
         assert_eq!(elements.len(), num_elements, "the pieces of a state lie one after another");
@@ -209,7 +209,7 @@ impl Pieces {
             let first = piece.state - elements.start;
             let place = first..first + piece.len;
             // SAFETY: the previous piece's reference was dropped.
-            let state = unsafe { state.piece(place.clone(), self.blocks[index] - blocks.start) };
+            let state = unsafe { state.piece(place.clone(), self.first_blocks[index] - blocks.start) };
             visit(piece, place, state);
         }
     }
@@ -217,7 +217,7 @@ impl Pieces {
 
 /// The state of a piece and the parameters of its rounding.
 pub(super) struct PieceStates<'a> {
-    pub(super) features: SimdLevel,
+    pub(super) simd_level: SimdLevel,
     states: [PieceState<'a>; 2],
     rounding_seed: u32,
     position: usize,
@@ -231,7 +231,7 @@ impl PieceStates<'_> {
         g: &[f32],
         mut run: impl FnMut(&mut [f32], &[f32], &mut [f32], &mut [f32]) -> [f32; 2],
     ) -> [f64; 2] {
-        let PieceStates { features, states, rounding_seed: noise, position } = self;
+        let PieceStates { simd_level: features, states, rounding_seed: noise, position } = self;
         let mut states = match states {
             [PieceState::Absent, PieceState::Absent] => return widen(run(p, g, &mut [], &mut [])),
             [PieceState::F32(first), PieceState::Absent] => return widen(run(p, g, first, &mut [])),

@@ -123,10 +123,10 @@ pub enum Update {
     /// applies.
     FrozenAdam(AdamWStep),
     /// The second half of [`Update::FrozenAdam`]: the gradient is already the new first moment; states as for AdamW. No sums.
-    FromMomentum(AdamWStep),
+    FrozenAdamFromMomentum(AdamWStep),
     /// The first half of [`Update::FrozenAdam`]: the gradients are passed as the parameters and become the new first moment; state: first
     /// moment, which is unchanged. No sums, no other gradients.
-    ToMomentum(AdamWStep),
+    FrozenAdamMomentum(AdamWStep),
     /// SGD; state: velocity. No sums.
     Momentum(MomentumStep),
     /// Lion; state: momentum. No sums.
@@ -319,20 +319,20 @@ for_each_simd_level! {
         }
     }
 
-    fn rms_moment(g: &[f32], v: &mut [f32], s: AdafactorVectorStep) -> f32 {
+    fn adafactor_vector_moment(g: &[f32], v: &mut [f32], s: AdafactorVectorStep) -> f32 {
         for (&g, v) in g.iter().zip(&mut *v) {
             let square = bounded_square(g * s.grad_scale) + ADAFACTOR_MOMENT_MIN;
             *v = (1.0 - s.mixing) * *v + s.mixing * square;
         }
         sum_zip(g, v, v, |g, v, _| {
-            let update = rms_update(g * s.grad_scale, v);
+            let update = adafactor_update(g * s.grad_scale, v);
             update * update
         })
     }
 
-    fn rms(p: &mut [f32], g: &[f32], v: &[f32], s: AdafactorVectorStep) {
+    fn adafactor_vector(p: &mut [f32], g: &[f32], v: &[f32], s: AdafactorVectorStep) {
         for ((p, &g), &v) in p.iter_mut().zip(g).zip(v) {
-            *p = *p * s.parameter_factor - s.lr * rms_update(g * s.grad_scale, v);
+            *p = *p * s.parameter_factor - s.lr * adafactor_update(g * s.grad_scale, v);
         }
     }
 
@@ -357,7 +357,7 @@ fn lamb_update(c: AdamCoefficients, p: f32, m: f32, v: f32) -> f32 {
 
 /// Returns a gradient divided by the square root of its second moment.
 #[inline(always)]
-pub(super) fn rms_update(g: f32, v: f32) -> f32 {
+pub(super) fn adafactor_update(g: f32, v: f32) -> f32 {
     g.clamp(-GRADIENT_MAX, GRADIENT_MAX) / v.max(ADAFACTOR_MOMENT_MIN).sqrt()
 }
 
@@ -398,8 +398,8 @@ impl Update {
         let (num_operations, parameter, gradient, states) = match self {
             Update::AdamW(_) | Update::Adam(_) => (16, Change, Read, [Change; 2]),
             Update::FrozenAdam(_) => (12, Change, Read, [Change, Read]),
-            Update::FromMomentum(_) => (9, Change, Read, [Change, Read]),
-            Update::ToMomentum(_) => (4, Change, Skip, [Read, Skip]),
+            Update::FrozenAdamFromMomentum(_) => (9, Change, Read, [Change, Read]),
+            Update::FrozenAdamMomentum(_) => (4, Change, Skip, [Read, Skip]),
             Update::Momentum(_) | Update::Lars(_) => (7, Change, Read, [Change, Skip]),
             Update::Lion(_) => (11, Change, Read, [Change, Skip]),
             Update::Norms { .. } => (5, Read, Read, [Skip; 2]),
@@ -415,7 +415,7 @@ impl Update {
 
     /// Updates a piece. Returns its sums.
     pub(super) fn run(&self, p: &mut [f32], g: &[f32], piece_states: PieceStates<'_>) -> [f64; 2] {
-        let features = piece_states.features;
+        let features = piece_states.simd_level;
         const NONE: [f32; 2] = [0.0; 2];
         macro_rules! each {
             (|$p:ident, $g:ident, $m:ident, $v:ident| $run:expr) => {
@@ -439,10 +439,10 @@ impl Update {
             Update::FrozenAdam(step) => {
                 each!(with c = AdamCoefficients::new(step); |p, g, m, v| frozen_adam(features, p, g, m, v, c))
             }
-            Update::FromMomentum(step) => {
+            Update::FrozenAdamFromMomentum(step) => {
                 each!(with c = AdamCoefficients::new(step); |p, g, m, v| from_momentum(features, p, g, m, v, c))
             }
-            Update::ToMomentum(step) => each!(|p, _g, m, _v| to_momentum(features, p, m, step)),
+            Update::FrozenAdamMomentum(step) => each!(|p, _g, m, _v| to_momentum(features, p, m, step)),
             Update::Momentum(step) => each!(|p, g, m, _v| momentum(features, p, g, m, step)),
             Update::Lion(step) => each!(|p, g, m, _v| lion(features, p, g, m, step)),
             Update::Norms { grad_scale } => {
@@ -457,9 +457,9 @@ impl Update {
                 each!(with c = AdamCoefficients::new(step); |p, _g, m, v| lamb(features, p, m, v, c))
             }
             Update::AdafactorVectorMoment(step) => {
-                piece_states.run(p, g, |_, g, v, _| [rms_moment(features, g, v, step), 0.0])
+                piece_states.run(p, g, |_, g, v, _| [adafactor_vector_moment(features, g, v, step), 0.0])
             }
-            Update::AdafactorVector(step) => each!(|p, g, v, _w| rms(features, p, g, v, step)),
+            Update::AdafactorVector(step) => each!(|p, g, v, _w| adafactor_vector(features, p, g, v, step)),
             Update::MuonMomentum(step) => each!(|p, g, m, _v| muon_momentum(features, p, g, m, step)),
             Update::Descend { lr, parameter_factor: keep } => {
                 each!(|p, g, _m, _v| descend(features, p, g, lr, keep))

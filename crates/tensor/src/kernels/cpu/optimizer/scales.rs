@@ -46,7 +46,7 @@ pub enum StepScale {
 impl StepScale {
     pub(crate) fn factor(self, parameter: f64, update: f64) -> f32 {
         /// Minimum root mean square of a parameter. Zeros could not be updated otherwise.
-        const SIZE_MIN: f64 = 1e-3;
+        const RMS_MIN: f64 = 1e-3;
         match self {
             StepScale::TrustRatio { weight_decay } => {
                 let norm = parameter.sqrt();
@@ -56,7 +56,7 @@ impl StepScale {
             }
             StepScale::Adafactor { lr, is_relative, clip_threshold, num_elements } => {
                 let root_mean_square = |squares: f64| (squares / num_elements as f64).sqrt();
-                let size = if is_relative { root_mean_square(parameter).max(SIZE_MIN) * lr } else { lr };
+                let size = if is_relative { root_mean_square(parameter).max(RMS_MIN) * lr } else { lr };
                 let excess = (root_mean_square(update) / f64::from(clip_threshold)).max(1.0);
                 (size / excess) as f32
             }

@@ -1,4 +1,4 @@
-mod narrow;
+mod low_precision_state;
 
 use super::rules::{AdafactorVectorStep, AdamWStep, LarsStep, LionStep, MomentumStep, MuonStep};
 use super::*;
@@ -252,7 +252,7 @@ fn non_finite_values_reach_their_parameter_only() {
 #[test]
 fn elements_without_a_frozen_second_moment_stay() {
     let adam = AdamWStep { weight_decay: 0.0, num_second_updates: 2, ..ADAMW };
-    for rule in [Update::FrozenAdam(adam), Update::FromMomentum(adam)] {
+    for rule in [Update::FrozenAdam(adam), Update::FrozenAdamFromMomentum(adam)] {
         let Inputs { parameters: before, grads, mut first, mut second } = Inputs::new(40, 1.0);
         (second[7], first[7]) = (0.0, 0.0);
         run(|cpu| {
@@ -278,8 +278,8 @@ fn updates() -> [Update; 17] {
         Update::Adam(ADAMW),
         Update::AdamW(adam),
         Update::FrozenAdam(adam),
-        Update::FromMomentum(adam),
-        Update::ToMomentum(ADAMW),
+        Update::FrozenAdamFromMomentum(adam),
+        Update::FrozenAdamMomentum(ADAMW),
         Update::Momentum(MOMENTUM),
         Update::Lion(LionStep { lr: 0.01, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, grad_scale: 0.5 }),
         Update::Norms { grad_scale: 0.5 },

@@ -28,7 +28,7 @@ impl Cpu {
                     self.permute_rows::<X, Y>(x, cols, order, num_choices, weights, y);
                 }));
             }
-            ExpertCall::CombineRows { x, places, weights, residual, mut y } => {
+            ExpertCall::CombineRows { x, positions: places, weights, residual, mut y } => {
                 let (cols, num_choices) = (x.shape().cols(), places.shape().cols());
                 let [weights, residual] = [weights, residual].map(|operand| self.optional_f32s(operand));
                 let chosen = ChosenRows { positions: places.u32s(self), num_choices, weights };
@@ -36,7 +36,7 @@ impl Cpu {
                     self.combine_rows::<X, Y>(x.elements(self), cols, chosen, residual, y.elements(self));
                 }));
             }
-            ExpertCall::RowProducts { x, places, y, mut products } => {
+            ExpertCall::RowProducts { x, positions: places, y, mut products } => {
                 let (cols, num_choices) = (x.shape().cols(), places.shape().cols());
                 let places = places.u32s(self);
                 with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {

@@ -45,12 +45,12 @@ impl Cpu {
                 groups,
                 limit,
                 mut starts,
-                order_and_places: [mut order, mut places],
+                order_and_positions: [mut order, mut places],
             } => {
                 let (starts, order, places) = (starts.u32s(self), order.u32s(self), places.u32s(self));
                 self.group_rows(groups.u32s(self), limit, starts, order, places);
             }
-            GroupedCall::UngroupedRows { starts, places, weights, mut out } => {
+            GroupedCall::UngroupedRows { starts, positions: places, weights, mut out } => {
                 let (places, num_choices) = (places.u32s(self), places.shape().cols());
                 let weights = self.optional_f32s(weights);
                 self.ungrouped_rows(starts.u32s(self), places, num_choices, weights, out.f64s(self));

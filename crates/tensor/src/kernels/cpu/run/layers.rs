@@ -28,7 +28,14 @@ impl Cpu {
                     self.round::<T, P>(x.elements(self), y.f32s(self));
                 }));
             }
-            LayerCall::Embedding { ids, table, positions, mut out, precision, at } => {
+            LayerCall::Embedding {
+                ids,
+                table,
+                position_table: positions,
+                mut out,
+                precision,
+                row_positions: at,
+            } => {
                 with_element!(table.dtype() => |T| with_element!(precision.dtype() => |P| {
                     let positions = positions.map(|positions| positions.elements(self));
                     let (ids, table) = (ids.u32s(self), table.elements(self));
@@ -45,7 +52,7 @@ impl Cpu {
                 let (bags, cols) = (bags.map(|ids| ids.u32s(self)), dy.shape().cols());
                 self.embedding_bag_backward(bags, dy.f32s(self), cols, d_table.f32s(self));
             }
-            LayerCall::PositionBackward { dy, mut d_positions, at } => {
+            LayerCall::PositionBackward { dy, mut d_positions, row_positions: at } => {
                 self.position_backward(dy.f32s(self), at, dy.shape().cols(), d_positions.f32s(self));
             }
             LayerCall::SoftmaxStatistics { logits, targets, mut statistics, chunk } => {

@@ -19,7 +19,7 @@ impl Cpu {
                 mut states,
                 pieces,
                 updates,
-                noise,
+                rounding_seed: noise,
             } => {
                 let states = states.each_mut().map(|state| match state {
                     Some(state) => state.slice(self),

@@ -1,6 +1,6 @@
 use super::Cpu;
 use crate::kernels::call::SumCall;
-use crate::kernels::cpu::cross_entropy::{STATISTICS, row_loss};
+use crate::kernels::cpu::cross_entropy::{NUM_STATISTICS, row_loss};
 use crate::kernels::cpu::element::with_element;
 
 impl Cpu {
@@ -21,7 +21,7 @@ impl Cpu {
                 out.f64s(self)[0] = sum / divisor;
             }
             SumCall::SumLosses { statistics, weights, mut out } => {
-                let rows = statistics.f32s(self).chunks_exact(STATISTICS);
+                let rows = statistics.f32s(self).chunks_exact(NUM_STATISTICS);
                 let losses = rows.map(|row| f64::from(row_loss(row)));
                 out.f64s(self)[0] = match self.optional_f32s(weights) {
                     None => losses.sum(),

@@ -239,7 +239,7 @@ fn matmuls_match_quantized_operands() {
         for (activation, with_residual, formats, dy_format, margin) in [
             (identity, false, Fp8Formats::Hybrid, E5M2, 0),
             (identity, true, Fp8Formats::E4m3, E4M3, 1),
-            (InputActivation::Of(Activation::Gelu), true, Fp8Formats::Hybrid, E5M2, 0),
+            (InputActivation::Elementwise(Activation::Gelu), true, Fp8Formats::Hybrid, E5M2, 0),
             (InputActivation::Gated(Activation::Silu), true, Fp8Formats::E4m3, E4M3, 0),
         ] {
             let mut case = Case::new(layout, activation, with_residual);

@@ -8,8 +8,8 @@ use trireme_base::Bf16;
 /// The state of one piece.
 struct StoredState {
     dtype: StateDType,
-    is_square: bool,
-    narrow: Vec<Bf16>,
+    is_second_moment: bool,
+    bf16: Vec<Bf16>,
     codes: Vec<u8>,
     steps: Vec<f32>,
 }
@@ -17,17 +17,23 @@ struct StoredState {
 impl StoredState {
     fn new(dtype: StateDType, is_square: bool, len: usize) -> Self {
         let steps = vec![0.0; len.div_ceil(256)];
-        StoredState { dtype, is_square, narrow: vec![Bf16::default(); len], codes: vec![0; len], steps }
+        StoredState {
+            dtype,
+            is_second_moment: is_square,
+            bf16: vec![Bf16::default(); len],
+            codes: vec![0; len],
+            steps,
+        }
     }
 
     fn slice(&mut self) -> StateSlice<'_> {
         match self.dtype {
             StateDType::F32 => unreachable!("f32 is no narrow state"),
-            StateDType::Bf16 => StateSlice::Bf16(SharedSlice::new(&mut self.narrow)),
+            StateDType::Bf16 => StateSlice::Bf16(SharedSlice::new(&mut self.bf16)),
             StateDType::Int8 => StateSlice::Int8 {
                 codes: SharedSlice::new(&mut self.codes),
                 steps: SharedSlice::new(&mut self.steps),
-                is_second_moment: self.is_square,
+                is_second_moment: self.is_second_moment,
             },
         }
     }
