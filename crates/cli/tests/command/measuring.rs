@@ -208,6 +208,8 @@ fn steps_with_state_elsewhere_have_the_same_loss() {
     assert_eq!(plain["disk_bytes_read"], 0);
     for options in [
         "--zero-stage 3 --workers 1 --keep input",
+        "--free-gradients",
+        "--zero-stage 1 --free-gradients",
         "--zero-stage 3 --offload optimizer=disk --offload parameters=disk --offload-prefetch 2",
         "--zero-stage 1 --offload optimizer=host --keep products --offload activations=disk",
     ] {
@@ -221,6 +223,8 @@ fn steps_with_state_elsewhere_have_the_same_loss() {
         &["optimizer=tape", "optimizer=disk"],
     );
     assert_contains(&misused(fixture.run(&format!("{arguments} --keep some"))), &["all, products or input"]);
+    let refused = fixture.run(&format!("{arguments} --free-gradients --zero-stage 2")).refused();
+    assert_contains(&refused, &["--free-gradients requires"]);
 }
 
 #[test]
