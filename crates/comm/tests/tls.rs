@@ -91,7 +91,7 @@ fn a_certificate_of_another_authority_is_refused() {
     let (good, _folder) = options(2, "worker");
     let (stranger, _other_folder) = options(2, "stranger");
     let join_timeout = Duration::from_secs(20);
-    let worker = JoinOptions { rank: Rank(0), join_timeout: join_timeout, ..good.clone() };
+    let worker = JoinOptions { rank: Rank(0), join_timeout, ..good.clone() };
     let stranger = JoinOptions { rank: Rank(1), tls: stranger.tls, ..worker.clone() };
     for outcome in join_all(&[worker, stranger]) {
         let failure = outcome.expect_err("no certificate");
