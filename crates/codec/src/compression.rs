@@ -42,7 +42,7 @@ pub struct Compression {
     codec: CodecName,
     pub(super) config: CodecConfig,
     warmup_steps: u64,
-    /// The method of the warm-up steps, unless `method` has a ratio, which the warm-up raises instead.
+    /// The codec config of the warm-up steps, unless `config` has a ratio, which the warm-up raises instead.
     pub(super) warmup_config: CodecConfig,
     error_feedback: bool,
     normalize: Option<f32>,

@@ -59,7 +59,7 @@ pub enum ParallelError {
     TooFewMicrobatches { expected: usize, found: usize },
     #[error(
         "step {step}: the {what} is {value}; {}",
-        if *.has_updated {
+        if *.may_have_updated {
 "some parameters may have been updated since, so resume from the last checkpoint"
 } else {
 "parameters are unchanged since the previous step"
@@ -71,7 +71,7 @@ pub enum ParallelError {
         value: f64,
         /// Whether some parameters may already have been updated, because updates do not wait for the end of the step. If false,
         /// parameters are as before the step.
-        has_updated: bool,
+        may_have_updated: bool,
     },
     /// The loss or the gradient norm became infinite or NaN, and the loss scale cannot decrease further. Parameters are as before the step.
     #[error(

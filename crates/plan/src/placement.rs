@@ -235,10 +235,10 @@ pub enum PlacementError {
     #[error("tensor '{name}' has {placements} placements on a mesh of {axes} axes")]
     WrongNumber { name: String, placements: usize, axes: usize },
     #[error(
-        "tensor '{name}' is cut at {bounds:?} into {degree} runs, which does not fit its {num_elements} elements"
+        "tensor '{name}' is split at {bounds:?} into {degree} runs, which does not fit its {num_elements} elements"
     )]
     WrongBounds { name: String, bounds: Vec<usize>, degree: usize, num_elements: usize },
-    #[error("tensor '{name}' is cut by {degree} ranks as {split:?}, which does not fit {len} elements")]
+    #[error("tensor '{name}' is split over {degree} ranks as {split:?}, which does not fit {len} elements")]
     WrongSplit { name: String, split: AxisSplit, len: usize, degree: usize },
     #[error("tensor '{name}' is placed on rank {rank} of an axis of {degree}")]
     NoSuchRank { name: String, rank: usize, degree: usize },

@@ -30,7 +30,7 @@ pub struct ViewMut<'a> {
 }
 
 impl<'a> View<'a> {
-    /// Creates a view of memory that `_owner` owns.
+    /// Creates a view that borrows the owner of its memory.
     pub(crate) fn of_owner<T>(_owner: &'a T, operand: Operand) -> Self {
         View { operand, lifetime: PhantomData }
     }
@@ -100,7 +100,7 @@ impl<'a> View<'a> {
 }
 
 impl<'a> ViewMut<'a> {
-    /// Creates a view of memory that `_owner` owns.
+    /// Creates a view that borrows the owner of its memory.
     pub(crate) fn of_owner<T>(_owner: &'a mut T, operand: OperandMut) -> Self {
         ViewMut { operand, lifetime: PhantomData }
     }

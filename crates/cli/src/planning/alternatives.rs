@@ -151,9 +151,9 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     let narrow = only_if(training.dtype == Precision::F32, "training.dtype=bf16");
     // If the bits of sums may depend on the layout, fewer partial sums are kept in memory.
     let unordered = only_if(training.determinism == Determinism::Layout, "training.determinism=run");
-    // A step that clips would have to clip by another norm.
-    let is_free = training.max_norm > 0.0 || config.memory().free_gradients;
-    let freed = only_if(!is_free, "memory.free_gradients=true");
+    // A run that clips would get other weights.
+    let may_free = training.max_norm == 0.0 && !config.memory().free_gradients;
+    let freed = only_if(may_free, "memory.free_gradients=true");
     let more_workers: Vec<Change> = (1..=3)
         .filter(|_| may_start_workers)
         .map(|power| config.world_size() << power)

@@ -118,7 +118,7 @@ impl<I: Introduction> HandshakeAcceptor<I> {
         if is_possible { Ok(()) } else { Err(NO_PROTOCOL) }
     }
 
-    /// Handles a message of [`message_bytes`](Self::message_bytes) bytes. `Member` and `Refused` end the handshake.
+    /// Handles a message of [`message_bytes`](Self::message_bytes) bytes. `Authenticated` and `Refused` end the handshake.
     pub(super) fn handle(&mut self, message: &[u8]) -> HandshakeStep<I> {
         let Some((introduction, opening)) = self.opened.take() else {
             let introduction = message.get(..I::BYTES).and_then(I::decode);

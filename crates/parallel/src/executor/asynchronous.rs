@@ -10,7 +10,7 @@ use trireme_base::ReduceOp;
 use trireme_optim::StepSettings;
 
 fn not_finite(step: u64, what: NonFinite, value: f64) -> ParallelError {
-    ParallelError::NotFinite { step, what, value, has_updated: true }
+    ParallelError::NotFinite { step, what, value, may_have_updated: true }
 }
 
 impl Executor {

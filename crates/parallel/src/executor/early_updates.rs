@@ -1,6 +1,6 @@
 //! Updates as soon as the gradient of a unit is reduced.
 //!
-//! The norm of all gradients is known only at the end of the step, so a step clips by the norm of the step before. The loss and the norm
+//! The norm of all gradients is known only at the end of the step, so a step clips by the norm of the previous step. The loss and the norm
 //! are checked after the updates.
 
 use super::Executor;
@@ -16,6 +16,7 @@ impl Executor {
         if plan.grad_norm != GradNorm::Off {
             self.sum_unit_squares(unit)?;
         }
+        // The first step of a run has no norm to clip by.
         let norm = self.optimization.previous_norm;
         let grad_norm = if norm.is_some() { plan.grad_norm } else { GradNorm::Off };
         let settings = self.update_settings(StepPlan { grad_norm, ..plan }, self.grad_scale(), norm);

@@ -134,7 +134,7 @@ impl Executor {
     /// Returns the sum of squares of all gradients of this pipeline rank, or of all pipeline ranks if `across_pipeline` is true.
     pub(super) fn sum_of_squares(&mut self, across_pipeline: bool, waiting: &mut WaitTracker) -> Result<f64> {
         for unit in 0..self.model.num_units() {
-            // Offloaded gradients were squared before they were evicted.
+            // Gradients that are offloaded or freed early were squared before that.
             if !self.program.header.holds(unit) {
                 self.optimization.squares.skip(unit);
             } else if !self.offload.stores.moves(StateClass::Gradients)
@@ -200,8 +200,8 @@ impl Executor {
     /// If there is no loss scaling, or if the scale cannot decrease further.
     fn back_off(&mut self, step: u64, what: NonFinite, value: f64) -> Result<()> {
         if self.optimization.loss_scaler.scaling() == LossScaling::Off {
-            let has_updated = self.program.header.state.updates_early;
-            return Err(ParallelError::NotFinite { step, what, value, has_updated });
+            let may_have_updated = self.program.header.state.updates_early;
+            return Err(ParallelError::NotFinite { step, what, value, may_have_updated });
         }
         let loss_scale = self.optimization.loss_scaler.scale();
         if self.optimization.loss_scaler.back_off().is_none() {

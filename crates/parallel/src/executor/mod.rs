@@ -93,7 +93,7 @@ struct Optimization {
     partial_gradients: ReplicatedParameters,
     loss_scaler: LossScaler,
     squares: SquaredNorms,
-    /// The gradient norm of the step before, by which a step with early updates clips.
+    /// The gradient norm of the previous step, by which a step with early updates clips.
     previous_norm: Option<f64>,
     hashes: HashRecorder,
 }
@@ -215,6 +215,7 @@ impl Executor {
         match finished {
             Some((outcome, _)) => outcomes.push(outcome),
             None if self.updates.is_some() => self.finish_steps(plans, outcomes)?,
+            // With early updates, a step is checked after its updates.
             None => outcomes.push(self.finish_gradients(plans[0])?.0),
         }
         Ok(())

@@ -13,7 +13,7 @@ use trireme_tensor::{Category, Device};
 pub(super) struct GradientLayout {
     pub(super) shards_gradients: bool,
     shards_optimizer: bool,
-    /// Whether units are updated early, which frees their gradients.
+    /// Whether units are updated early, and their gradients freed.
     pub(super) updates_early: bool,
     /// Whether gradients are reduced as integers, within hosts and then across them.
     is_hierarchical: bool,
@@ -58,9 +58,14 @@ impl GradientLayout {
         self.dtype != DType::F32
     }
 
+    /// Whether updates read the full gradients in f32.
+    fn updates_read_full(&self) -> bool {
+        !self.shards_gradients && !self.is_rounded()
+    }
+
     /// Whether full gradients in f32 stay allocated with their units, so that reductions need no other memory.
     pub(super) fn keeps_full(&self) -> bool {
-        !self.shards_gradients && !self.is_rounded() && !self.updates_early
+        self.updates_read_full() && !self.updates_early
     }
 
     /// Whether reduced gradients are gathered from the shards, because each rank updates full units.
@@ -75,8 +80,7 @@ impl GradientLayout {
 
     /// Returns a pool for full gradients in f32.
     pub(super) fn pool(&self, ranks: &RankGrid, device: &Device, options: &ExecutorOptions) -> Pool {
-        let stores_sums = self.keeps_full() || self.updates_early && !self.is_rounded();
-        let category = if stores_sums { Category::Gradients } else { Category::Communication };
+        let category = if self.updates_read_full() { Category::Gradients } else { Category::Communication };
         let is_reduced_as_is = !self.is_rounded() && !self.is_hierarchical;
         let is_exchanged =
             self.is_gathered() || is_reduced_as_is && (self.is_scattered() || self.updates_early);

@@ -317,11 +317,8 @@ impl Gradients {
         }
     }
 
-    /// Frees the memory of a reduced gradient, if the layout updates early.
+    /// Frees the memory of a reduced gradient.
     pub(crate) fn free_reduced(&mut self, unit: usize) {
-        if !self.layout.updates_early {
-            return;
-        }
         let state = &mut self.units[unit];
         if let Reduction::Rounded(rounded) = &mut state.reduction {
             rounded.release();

@@ -32,14 +32,14 @@ pub(crate) struct ReductionFactory {
 impl ReductionFactory {
     /// Creates all-reductions over `group`. Short gradients are fused into messages of up to `fusion_bytes`; with 0, each gradient is sent
     /// alone. If the group is on shared memory, nothing is fused, because a message costs no more than the copies that fusion needs. Memory
-    /// for gradients of `lens` elements, in the order of their reductions, is allocated in advance. If sums `stay`, so is the memory of
-    /// rounded gradients.
+    /// for gradients of `lens` elements, in the order of their reductions, is allocated in advance. If `allocates_rounded`, so is the memory
+    /// of rounded gradients, which then stays between steps.
     pub(crate) fn all_reduce(
         dtype: DType,
         group: &Arc<Group>,
         fusion_bytes: usize,
         lens: &[usize],
-        stay: bool,
+        allocates_rounded: bool,
         counted: &CountedMemory,
     ) -> Result<Self> {
         let shares_memory = matches!(group.transport(), TransportKind::Single | TransportKind::Shm);
@@ -47,7 +47,7 @@ impl ReductionFactory {
         let fusion = Fusion::new(Arc::clone(group), ReduceOp::Sum, len_max);
         counted.charge_buffer(group, fusion.reserve(dtype, lens.iter().copied())?)?;
         let pool = |category| Pool::new(group, counted.device(), dtype, category, true);
-        let rounded = (dtype != DType::F32).then(|| (pool(Category::Gradients), stay));
+        let rounded = (dtype != DType::F32).then(|| (pool(Category::Gradients), allocates_rounded));
         Ok(ReductionFactory { exchange: Summation::AllReduce(fusion), rounded })
     }
 
@@ -61,11 +61,11 @@ impl ReductionFactory {
     }
 
     pub(crate) fn reduction(&self, len: usize) -> Result<Reduction> {
-        let Some((pool, takes_memory)) = &self.rounded else {
+        let Some((pool, allocates_rounded)) = &self.rounded else {
             return Ok(Reduction::Plain { exchange: self.exchange.clone(), pending: None });
         };
         let mut vector = ReducedVector::new(len, &self.exchange, pool);
-        if *takes_memory {
+        if *allocates_rounded {
             vector.reallocate()?;
         }
         Ok(Reduction::Rounded(vector))

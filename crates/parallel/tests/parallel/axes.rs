@@ -531,7 +531,7 @@ fn indivisible_degrees_are_rejected_with_the_nearest_valid_ones() {
     };
     assert_eq!(
         refused(&models()[0], 3),
-        "3 ranks cannot cut dim 1 of 'transformer.h.0.attn.c_attn.weight' into equal parts: it has 4 pieces of 8 elements that \
+        "3 ranks cannot split dim 1 of 'transformer.h.0.attn.c_attn.weight' into equal parts: it has 4 pieces of 8 elements that \
          stay together in each of 3 groups; nearest possible degree: 2 or 4"
     );
     let llama = refused(&models()[1], 8);

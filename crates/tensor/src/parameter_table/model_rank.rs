@@ -59,7 +59,7 @@ pub enum ExpertDegreeError {
 /// A parameter that a tensor-parallel degree cannot split.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{degree} ranks cannot cut dim {dim} of '{name}' into equal parts: it has {num_granules} pieces of {granule} elements that stay together{}; \
+    "{degree} ranks cannot split dim {dim} of '{name}' into equal parts: it has {num_granules} pieces of {granule} elements that stay together{}; \
      nearest possible degree: {}",
     groups(*.num_groups), join(.nearest)
 )]

@@ -134,10 +134,11 @@ config_section! {
         host_budget: ByteLimit = ByteLimit(None);
         /// Which pages of 2 MiB hold tensors: `transparent`, `reserved` or `never` (docs/memory.md).
         huge_pages: HugePages = HugePages::Transparent;
-        /// Updates each unit as soon as its gradient is known, and frees the gradient, so that a step needs memory for
-        /// few gradients instead of all. Losses and weights have the same bits. Updates then cannot wait for the norm of
-        /// all gradients: set `[training] max_norm = 0`, or `clip_by_previous_norm`. A step whose loss is not finite ends
-        /// the run after some updates, so the run resumes from its last checkpoint (docs/memory.md).
+        /// Updates each unit as soon as its gradient is reduced, and frees the gradient. With one microbatch per step, few
+        /// gradients are in memory at a time; with several, nothing is saved. Without clipping, losses and weights have
+        /// the same bits. A step cannot clip by its own norm: set `[training] max_norm = 0`, or `clip_by_previous_norm =
+        /// true`. If the loss or the norm is not finite, some parameters have been updated already, and the run must
+        /// resume from its last checkpoint (docs/memory.md).
         free_gradients: bool = false;
     }
 }

@@ -141,41 +141,45 @@ pub(super) fn may_spill(parallelism: &Parallelism, experts: &Experts, memory: &M
 
 pub(super) fn check_free_gradients(checks: &mut Checks<'_>) {
     const KEY: &str = "memory.free_gradients";
-    let Sections { memory, training, parallelism, comm, .. } = &checks.unchecked.sections;
-    let (is_on, clips_late) = (memory.free_gradients, training.clip_by_previous_norm);
+    let Sections { memory, training, parallelism, comm, optimizer, .. } = &checks.unchecked.sections;
+    let (frees_gradients, clips_by_previous) = (memory.free_gradients, training.clip_by_previous_norm);
     checks.only_applies(
-        is_on || !clips_late,
+        frees_gradients || !clips_by_previous,
         &["training.clip_by_previous_norm", KEY],
         "[memory] free_gradients = true",
     );
     checks.only_applies(
-        training.max_norm > 0.0 || !clips_late,
+        training.max_norm > 0.0 || !clips_by_previous,
         &["training.clip_by_previous_norm", "training.max_norm"],
         "a max_norm above 0",
     );
-    if !is_on {
+    if !frees_gradients {
         return;
     }
-    checks.require(training.max_norm == 0.0 || clips_late, &[KEY, "training.max_norm"], || {
+    checks.require(training.max_norm == 0.0 || clips_by_previous, &[KEY, "training.max_norm"], || {
         "gradients are freed before the norm of all of them is known, so a step cannot clip by it; set [training] \
          max_norm = 0, or clip_by_previous_norm = true"
             .to_owned()
     });
     let is_sharded = parallelism.state_layout().is_sharded(StateClass::Gradients);
     checks.require(!is_sharded, &[KEY, sharding_key(parallelism)], || {
-        "sharded gradients are freed as soon as they are reduced to shards, which stay; remove this key"
-            .to_owned()
+        "a sharded gradient is freed as soon as it is reduced to its shard; remove free_gradients".to_owned()
     });
     checks.require(training.dtype != Precision::F16, &[KEY, "training.dtype"], || {
         "f16 skips a step whose gradients overflow, which is known only at its end; use dtype = \"bf16\""
             .to_owned()
     });
     checks.require(!parallelism.is_asynchronous(), &[KEY, "parallelism.pipeline_parallel_schedule"], || {
-        "a pipeline that does not drain updates early already; use another schedule, or remove this key"
+        "a pipeline that does not drain updates early already; use another schedule, or remove free_gradients"
             .to_owned()
     });
     checks.require(comm.compression == CodecName::None, &[KEY, "comm.compression"], || {
         "compression keeps a gradient of each unit from step to step; remove one of the two keys".to_owned()
+    });
+    checks.require(!optimizer.name.exchanges_momentum(), &[KEY, "optimizer.name"], || {
+        "this optimizer compresses momentum, which keeps a gradient of each unit from step to step; use another \
+         optimizer, or remove free_gradients"
+            .to_owned()
     });
 }
 

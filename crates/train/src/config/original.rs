@@ -35,7 +35,7 @@ pub(super) fn edited_text(config: &Config, text: &str, path: &Path, overrides: &
     if !has_name {
         set("run", "name", config.run().name.as_str().into());
     }
-    // A file may not have both lengths. An option for one of them has replaced the other one.
+    // A config may not set both `steps` and `epochs`. An option for one of them replaces the other.
     let unused_length = if config.training().epochs > 0.0 { "steps" } else { "epochs" };
     if let Some(training) = document.get_mut("training").and_then(Item::as_table_like_mut)
         && ["steps", "epochs"].iter().all(|key| training.contains_key(key))

@@ -246,7 +246,7 @@ config_section! {
         /// one_bit_adam and zero_one_adam require. A pipeline that does not drain between steps clips by the norm of
         /// an earlier step (docs/pipeline.md).
         max_norm: f64 = 1.0, within 0.0..;
-        /// Clips by the gradient norm of the step before, which `[memory] free_gradients` requires of a run that clips. The
+        /// Clips by the gradient norm of the previous step, which `[memory] free_gradients` requires of a run that clips. The
         /// first step of a run is not clipped. Only applies with `[memory] free_gradients`.
         clip_by_previous_norm: bool = false;
         /// Steps between validations, the first before step 1; 0 validates only at the end.

@@ -169,9 +169,10 @@ fn checks_shards_and_replicas_against_the_world_size() {
     let freed = ["memory.free_gradients=true", "training.max_norm=0", "launch.workers=2"];
     good(SMALLEST, &freed);
     for (key, reason) in [
-        ("parallelism.zero_stage=2", "sharded gradients are freed"),
+        ("parallelism.zero_stage=2", "a sharded gradient is freed"),
         ("training.dtype=f16", "f16 skips a step"),
         ("comm.compression=int8", "compression keeps a gradient"),
+        ("optimizer.name=one_bit_adam", "this optimizer compresses momentum"),
     ] {
         let found = mistakes(SMALLEST, &[&freed[..], &[key]].concat());
         assert!(found[0].contains(reason), "{found:?}");

@@ -85,7 +85,7 @@ pub(crate) struct StepArgs {
     /// With --zero-stage 3: how many blocks ahead of their use parameters are gathered.
     #[arg(long, value_name = "N", default_value_t = 1)]
     prefetch: usize,
-    /// Update each unit as soon as its gradient is known, and free the gradient. Requires --zero-stage 0 or 1, and a --dtype other than f16.
+    /// Update each unit as soon as its gradient is reduced, and free the gradient. Requires --zero-stage 0 or 1, and --dtype f32 or bf16.
     #[arg(long)]
     free_gradients: bool,
     /// Where a class of state is kept between its uses, as CLASS=TIER: optimizer, parameters, gradients or

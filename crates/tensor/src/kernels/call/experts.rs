@@ -48,10 +48,10 @@ kernel_calls! {
             x: View, order: View, num_choices: usize, weights: Option<View>, y: ViewMut
         }
 
-        /// Computes `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[places[t, c]]` for rows, in the order of the
+        /// Computes `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[positions[t, c]]` for rows, in the order of the
         /// choices. Sums are f32, rounded once. Weights and residual are f32.
         ///
-        /// Panics if a place is not the index of a row of `x`, if `weights` does not have the shape of `places`, or if `residual` does not
+        /// Panics if a position is not the index of a row of `x`, if `weights` does not have the shape of `positions`, or if `residual` does not
         /// have the shape of `y`.
         pub(crate) fn combine_rows => CombineRows {
             x: View, positions: View, weights: Option<View>, residual: Option<View>, y: ViewMut;
@@ -59,10 +59,10 @@ kernel_calls! {
             assert!(residual.is_none_or(|residual| residual.shape() == y.shape()), "{residual:?} for {:?}", y.shape());
         }
 
-        /// Computes the dot products `products[t, c] = sum of x[places[t, c]] y[t]` of rows, as f32: the gradient of the weights of
+        /// Computes the dot products `products[t, c] = sum of x[positions[t, c]] y[t]` of rows, as f32: the gradient of the weights of
         /// [`combine_rows`](crate::Device::combine_rows).
         ///
-        /// Panics if a place is not the index of a row of `x`.
+        /// Panics if a position is not the index of a row of `x`.
         pub(crate) fn row_products => RowProducts {
             x: View, positions: View, y: View, products: ViewMut; assert_eq!(products.shape(), positions.shape());
         }

@@ -31,7 +31,7 @@ kernel_calls! {
         /// Panics if the shapes differ.
         pub(crate) fn round => Round { precision: Precision, x: View, y: ViewMut; assert_eq!(x.shape(), y.shape()); }
 
-        /// Computes `out[i] = table[ids[i]] + positions[at(i % at.len())]` for the rows of sequences of length `at.len()`. Values of
+        /// Computes `out[i] = table[ids[i]] + position_table[row_positions.at(i % row_positions.len())]` for the rows of sequences of length `row_positions.len()`. Values of
         /// `table` and `position_table` are rounded to `precision`.
         pub(crate) fn embedding => Embedding {
             precision: Precision, ids: View, table: View, position_table: Option<View>, row_positions: Positions, out: ViewMut
@@ -45,7 +45,7 @@ kernel_calls! {
         /// Adds the rows of `dy`, `[bags, cols]`, to the gradient of the table of [`embedding_bag`](crate::Device::embedding_bag).
         pub(crate) fn embedding_bag_backward => EmbeddingBagBackward { bags: Bags<View>, dy: View, d_table: ViewMut }
 
-        /// Computes `d_positions[row_positions(t)] += sum over sequences of dy[sequence, t]`.
+        /// Computes `d_positions[row_positions.at(t)] += sum over sequences of dy[sequence, t]`.
         pub(crate) fn position_backward => PositionBackward { dy: View, row_positions: Positions, d_positions: ViewMut }
 
         /// Accumulates a chunk of logits, `[rows, chunk]`, into the rows' softmax `statistics`, `[rows, 3]`.

@@ -50,7 +50,7 @@ pub(crate) enum Access {
     Write,
 }
 
-/// A call, or an argument of a call.
+/// A call, or an argument of a call. An argument that is no operand has none.
 pub(crate) trait Operands: Sized {
     /// Returns a copy in which each operand is replaced by the result of `replace`.
     fn with_operands(&self, replace: &mut Replace<'_>) -> Self;
@@ -66,8 +66,8 @@ pub(crate) trait Operands: Sized {
 /// A function that returns the operand to put in place of the given one.
 pub(crate) type Replace<'a> = dyn FnMut(&Operand, Access) -> Operand + 'a;
 
-/// A parameter of a method of [`Device`](crate::Device).
-pub(crate) trait Parameter {
+/// A parameter of a generated method of [`Device`](crate::Device), which becomes an argument of a call.
+pub(crate) trait IntoArgument {
     /// The argument of the call: an [`Operand`] for a [`View`].
     type Argument: Operands;
 
@@ -80,7 +80,7 @@ impl Operands for Operand {
     }
 }
 
-impl Parameter for View<'_> {
+impl IntoArgument for View<'_> {
     type Argument = Operand;
 
     fn into_argument(self) -> Operand {
@@ -94,7 +94,7 @@ impl Operands for OperandMut {
     }
 }
 
-impl Parameter for ViewMut<'_> {
+impl IntoArgument for ViewMut<'_> {
     type Argument = OperandMut;
 
     fn into_argument(self) -> OperandMut {
@@ -108,7 +108,7 @@ impl<T: Operands> Operands for Option<T> {
     }
 }
 
-impl<T: Parameter> Parameter for Option<T> {
+impl<T: IntoArgument> IntoArgument for Option<T> {
     type Argument = Option<T::Argument>;
 
     fn into_argument(self) -> Self::Argument {
@@ -128,7 +128,7 @@ impl<T: Operands, const N: usize> Operands for [T; N] {
     }
 }
 
-impl<T: Parameter, const N: usize> Parameter for [T; N] {
+impl<T: IntoArgument, const N: usize> IntoArgument for [T; N] {
     type Argument = [T::Argument; N];
 
     fn into_argument(self) -> Self::Argument {
@@ -136,7 +136,7 @@ impl<T: Parameter, const N: usize> Parameter for [T; N] {
     }
 }
 
-/// Implements the traits for types without operands.
+/// Implements [`Operands`] and [`IntoArgument`] for types without operands.
 macro_rules! plain_arguments {
     ($($argument:ty),* $(,)?) => {$(
         impl $crate::kernels::call::Operands for $argument {
@@ -145,7 +145,7 @@ macro_rules! plain_arguments {
             }
         }
 
-        impl $crate::kernels::call::Parameter for $argument {
+        impl $crate::kernels::call::IntoArgument for $argument {
             type Argument = Self;
 
             fn into_argument(self) -> Self {
@@ -159,7 +159,7 @@ use plain_arguments;
 
 plain_arguments! { bool, f32, f64, u32, usize }
 
-/// Implements the traits for structs of arrays that have a method `map`.
+/// Implements [`Operands`] and [`IntoArgument`] for structs that are generic over their arrays and have a method `map`.
 macro_rules! array_structs {
     ($($arrays:ident),*) => {$(
         impl $crate::kernels::call::Operands for $arrays<$crate::kernels::Operand> {
@@ -168,11 +168,11 @@ macro_rules! array_structs {
             }
         }
 
-        impl $crate::kernels::call::Parameter for $arrays<View<'_>> {
+        impl $crate::kernels::call::IntoArgument for $arrays<$crate::view::View<'_>> {
             type Argument = $arrays<$crate::kernels::Operand>;
 
             fn into_argument(self) -> Self::Argument {
-                self.map(View::operand)
+                self.map($crate::view::View::operand)
             }
         }
     )*};
@@ -181,8 +181,9 @@ macro_rules! array_structs {
 use array_structs;
 
 /// Defines the calls of an area. Each `fn` becomes a method of `Device` with the given parameters. The method converts them to the
-/// arguments of a call, runs the statements after the semicolon to check the arguments, and issues the call. Calls of the second list are
-/// issued by methods in `device/`, because they need scratch memory or are not made from views alone.
+/// arguments of a call, runs the statements after the semicolon, in which views are operands already, to check the arguments, and issues
+/// the call. Calls of the second list are issued by methods in `device/`, which allocate scratch memory, choose between kernels, or convert
+/// what [`IntoArgument`] does not.
 macro_rules! kernel_calls {
     (
         $(#[$attribute:meta])*
@@ -194,8 +195,8 @@ macro_rules! kernel_calls {
         }
         $({
             $(
-                $(#[$doc_by_hand:meta])*
-                $name_by_hand:ident => $call_by_hand:ident { $($argument_by_hand:ident: $type_by_hand:ty),* $(,)? }
+                $(#[$doc_hand_written:meta])*
+                $name_hand_written:ident => $call_hand_written:ident { $($argument_hand_written:ident: $type_hand_written:ty),* $(,)? }
             )*
         })?
     ) => {
@@ -211,7 +212,7 @@ macro_rules! kernel_calls {
             #[derive(Debug)]
             pub(crate) enum $calls {
                 $($call { $($argument: $type),* },)*
-                $($($(#[$doc_by_hand])* $call_by_hand { $($argument_by_hand: $type_by_hand),* },)*)?
+                $($($(#[$doc_hand_written])* $call_hand_written { $($argument_hand_written: $type_hand_written),* },)*)?
             }
         }
 
@@ -219,7 +220,7 @@ macro_rules! kernel_calls {
             $(
                 $(#[$doc])*
                 $visibility fn $name(&self, $($argument: $type),*) {
-                    $(let $argument = $crate::kernels::call::Parameter::into_argument($argument);)*
+                    $(let $argument = $crate::kernels::call::IntoArgument::into_argument($argument);)*
                     $($($check)*)?
                     self.issue($calls::$call { $($argument),* });
                 }
@@ -230,7 +231,7 @@ macro_rules! kernel_calls {
             pub(crate) fn name(&self) -> &'static str {
                 match self {
                     $(Self::$call { .. } => stringify!($name),)*
-                    $($(Self::$call_by_hand { .. } => stringify!($name_by_hand),)*)?
+                    $($(Self::$call_hand_written { .. } => stringify!($name_hand_written),)*)?
                 }
             }
         }
@@ -241,8 +242,8 @@ macro_rules! kernel_calls {
                     $(Self::$call { $($argument),* } => Self::$call {
                         $($argument: $crate::kernels::call::Operands::with_operands($argument, replace)),*
                     },)*
-                    $($(Self::$call_by_hand { $($argument_by_hand),* } => Self::$call_by_hand {
-                        $($argument_by_hand: $crate::kernels::call::Operands::with_operands($argument_by_hand, replace)),*
+                    $($(Self::$call_hand_written { $($argument_hand_written),* } => Self::$call_hand_written {
+                        $($argument_hand_written: $crate::kernels::call::Operands::with_operands($argument_hand_written, replace)),*
                     },)*)?
                 }
             }

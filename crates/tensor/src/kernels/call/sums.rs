@@ -5,7 +5,7 @@ use crate::view::{View, ViewMut};
 use trireme_base::{Cost, DType};
 
 kernel_calls! {
-    /// Sums.
+    /// Sums, and counts of correct predictions.
     SumCall {
         /// Sums the rows of `x`, `[rows, cols]`, into `out`, `[cols]`.
         pub(crate) fn column_sums => ColumnSums { x: View, out: ViewMut, accumulate: bool }
@@ -31,6 +31,7 @@ kernel_calls! {
         pub(crate) fn add_term => AddTerm { term: View, weight: f64, ratio: Option<f64>, out: ViewMut }
     }
 }
+
 impl SumCall {
     pub(crate) fn cost(&self) -> Cost {
         match self {
