@@ -60,8 +60,8 @@ impl LogLine<'_> {
     fn fields(&self) -> Vec<Field> {
         let record = self.record;
         let mut fields = Vec::new();
-        let mut push = |rank: u8, name: &str, value: String| {
-            fields.push(Field { name: name.to_owned(), value, drop_order: rank });
+        let mut push = |drop_order: u8, name: &str, value: String| {
+            fields.push(Field { name: name.to_owned(), value, drop_order });
         };
         push(0, "step", record.step.to_string());
         if !record.loss.is_nan() {

@@ -102,7 +102,7 @@ impl Compression {
     /// [`CompressionError::Option`] if a value is out of range, or `top_k` has momentum without error feedback.
     pub fn new(options: &CompressionOptions) -> Result<Self> {
         options.check_option_support()?;
-        let method = match options.codec {
+        let config = match options.codec {
             CodecName::None => CodecConfig::None,
             CodecName::F16 => CodecConfig::F16,
             CodecName::Bf16 => CodecConfig::Bf16,
@@ -129,7 +129,7 @@ impl Compression {
         let codec = options.codec;
         Ok(Compression {
             codec,
-            config: method,
+            config,
             warmup_steps,
             warmup_config: warmup_method,
             error_feedback,

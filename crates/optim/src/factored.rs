@@ -86,12 +86,11 @@ impl AdafactorUpdate {
         first_sums: Option<View<'_>>,
         mut sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let (device, grad_scale, noise) = (step.device, step.grad_scale(), step.rounding_seed);
+        let (device, grad_scale, rounding_seed) = (step.device, step.grad_scale(), step.rounding_seed);
         let Some(known) = first_sums else {
             let updates = &self.members.member_updates(|_| Update::Norms { grad_scale });
             self.members.sum_by(device, sums.reborrow().into_part(0, [1].into()), |pieces, sums| {
-                let pass =
-                    UpdatePass { pieces, updates, scales: None, rounding_seed: noise, sums: Some(sums) };
+                let pass = UpdatePass { pieces, updates, scales: None, rounding_seed, sums: Some(sums) };
                 device.update(pass, parameters, grads, &mut []);
             })?;
             let len = self.full_shape.rows() + self.full_shape.cols();

@@ -94,17 +94,12 @@ impl UpdatedParameters {
         parameters: ViewMut<'_>,
         grads: View<'_>,
         states: &mut [OptimizerState],
-        noise: u32,
+        rounding_seed: u32,
         update: impl FnMut(&UpdatedParameter) -> Update,
     ) {
         let updates = self.member_updates(update);
-        let pass = UpdatePass {
-            pieces: &self.pieces,
-            updates: &updates,
-            scales: None,
-            rounding_seed: noise,
-            sums: None,
-        };
+        let pass =
+            UpdatePass { pieces: &self.pieces, updates: &updates, scales: None, rounding_seed, sums: None };
         device.update(pass, parameters, grads, states);
     }
 

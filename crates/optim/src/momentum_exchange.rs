@@ -121,9 +121,8 @@ impl Optimizer {
             "step {}",
             settings.step
         );
-        let noise = rounding_seed(unit, settings.step);
-        let step =
-            UnitStep { device, table: &self.table, settings, starts: &self.starts, rounding_seed: noise };
+        let rounding_seed = rounding_seed(unit, settings.step);
+        let step = UnitStep { device, table: &self.table, settings, starts: &self.starts, rounding_seed };
         for unit_update in &mut self.units[unit] {
             let UnitUpdate::Elementwise(ElementwiseUpdate { rule, members, states, .. }) = unit_update else {
                 unreachable!("an optimizer that exchanges momentum has rules for elements")

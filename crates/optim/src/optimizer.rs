@@ -286,9 +286,8 @@ impl Optimizer {
         shards: &mut S,
     ) -> Result<(), S::Error> {
         self.check_lengths(unit, parameters.shape().num_elements(), grads.shape().num_elements());
-        let noise = rounding_seed(unit, settings.step);
-        let step =
-            UnitStep { device, table: &self.table, settings, starts: &self.starts, rounding_seed: noise };
+        let rounding_seed = rounding_seed(unit, settings.step);
+        let step = UnitStep { device, table: &self.table, settings, starts: &self.starts, rounding_seed };
         let unit_updates = &mut self.units[unit];
         let num_sums =
             [0, 1].map(|phase| unit_updates.iter().map(|share| share.num_sums(phase)).sum::<usize>());

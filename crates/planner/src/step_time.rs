@@ -114,10 +114,10 @@ impl EntryBuilder<'_> {
                 (Channel::Disk(pipeline_rank), 1, 0)
             }
         };
-        let (channel, length) =
+        let (channel, duration) =
             (self.channel(channel), self.length(|load| self.times.operation(issued, load)));
         let lag = TaskDuration::Fixed(0.0);
-        let job = Job { channel, num_starts, streams: vec![channel], load, duration: length, lag };
+        let job = Job { channel, num_starts, streams: vec![channel], load, duration, lag };
         Entry::Start(number, Box::new(job))
     }
 }

@@ -142,9 +142,9 @@ impl RankEntries {
         rank_entries
     }
 
-    fn start(&mut self, channel: usize, stream: usize, num_starts: usize, length: TaskDuration) -> usize {
+    fn start(&mut self, channel: usize, stream: usize, num_starts: usize, duration: TaskDuration) -> usize {
         let lag = TaskDuration::Fixed(0.0);
-        let job = Job { channel, num_starts, streams: vec![stream], load: 0, duration: length, lag };
+        let job = Job { channel, num_starts, streams: vec![stream], load: 0, duration, lag };
         self.entries.push(Entry::Start(self.num_issued, Box::new(job)));
         self.num_issued += 1;
         self.num_issued - 1

@@ -295,13 +295,13 @@ impl<'a> Engine<'a> {
         }
     }
 
-    fn run(&mut self, activity: Activity, host: usize, load: usize, length: &'a TaskDuration) {
+    fn run(&mut self, activity: Activity, host: usize, load: usize, duration: &'a TaskDuration) {
         self.change_load(host, |before| before + load);
-        self.has_loads |= matches!(length, TaskDuration::ByLoad(_));
-        let end = self.now + length.at(self.loads[host]);
+        self.has_loads |= matches!(duration, TaskDuration::ByLoad(_));
+        let end = self.now + duration.at(self.loads[host]);
         let slot = self.free_slots.pop().unwrap_or(self.running.len());
         *get_or_extend(&mut self.running, slot) =
-            Some(RunningActivity { activity, host, load, duration: length, end });
+            Some(RunningActivity { activity, host, load, duration, end });
         self.push_end(end, slot);
     }
 
@@ -380,13 +380,13 @@ impl<'a> Engine<'a> {
 mod tests {
     use super::*;
 
-    fn job(channel: usize, num_starts: usize, length: TaskDuration) -> Box<Job> {
+    fn job(channel: usize, num_starts: usize, duration: TaskDuration) -> Box<Job> {
         Box::new(Job {
             channel,
             num_starts,
             streams: vec![channel],
             load: 1,
-            duration: length,
+            duration,
             lag: TaskDuration::Fixed(0.0),
         })
     }

@@ -87,7 +87,7 @@ impl OptimizerState {
     pub fn write(&mut self, pieces: &Pieces, range: Range<usize>, device: &Device, values: &[f32]) {
         let (elements, blocks) = pieces.span(range.clone());
         let (first, len) = (elements.start, elements.len());
-        let is_square = self.is_second_moment;
+        let is_second_moment = self.is_second_moment;
         let write = |state: StateSlice<'_>| pieces.write_state(device.simd_level(), range, state, values);
         let own = self.values.view_mut().into_part(first, [len].into());
         match self.dtype {
@@ -103,7 +103,7 @@ impl OptimizerState {
                 write(StateSlice::Int8 {
                     codes: of_codes,
                     steps: SharedSlice::new(&mut steps),
-                    is_second_moment: is_square,
+                    is_second_moment,
                 });
                 device.upload(&codes, own);
                 device.upload(&steps, self.steps.view_mut().into_part(blocks.start, [blocks.len()].into()));
@@ -112,9 +112,9 @@ impl OptimizerState {
     }
 
     pub(crate) fn operands(&mut self) -> StateOperands {
-        let OptimizerState { dtype, is_second_moment: is_square, values, steps } = self;
+        let OptimizerState { dtype, is_second_moment, values, steps } = self;
         let (values, steps) = (values.view_mut().into_operand(), steps.view_mut().into_operand());
-        StateOperands { dtype: *dtype, is_second_moment: *is_square, values, steps }
+        StateOperands { dtype: *dtype, is_second_moment: *is_second_moment, values, steps }
     }
 }
 

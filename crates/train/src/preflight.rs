@@ -82,10 +82,10 @@ impl MarkerFile {
 
     fn write(folder: &Path) -> io::Result<Self> {
         let missing = folder.ancestors().take_while(|folder| !folder.exists());
-        let made = missing.map(Path::to_owned).collect();
+        let created_folders = missing.map(Path::to_owned).collect();
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let name = format!(".preflight-{:x}-{:x}", std::process::id(), now.as_nanos());
-        let marker = MarkerFile { path: folder.join(name), created_folders: made };
+        let marker = MarkerFile { path: folder.join(name), created_folders };
         fs::create_dir_all(folder)?;
         File::create_new(&marker.path)?.sync_all()?;
         Ok(marker)

@@ -52,15 +52,8 @@ impl<'a> KernelTimer<'a> {
             };
             anyhow::Ok(RefCell::new((flush_device.clone(), [half()?, half()?])))
         };
-        let swept = is_active.then(swept).transpose()?;
-        Ok(KernelTimer {
-            device,
-            journal,
-            world,
-            is_active,
-            flush_buffers: swept,
-            samples: RefCell::default(),
-        })
+        let flush_buffers = is_active.then(swept).transpose()?;
+        Ok(KernelTimer { device, journal, world, is_active, flush_buffers, samples: RefCell::default() })
     }
 
     /// Evicts the operands of the next call from the caches by reading other memory.

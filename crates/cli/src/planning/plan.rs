@@ -269,8 +269,8 @@ fn dry_run(
     validation: Option<ValidationBatches>,
 ) -> Result<DryRun> {
     let executor = dry_executor(job, profile, program.clone())?;
-    let (prediction, lines) = executor.dry_run(validation).map_err(TrainError::from)?;
-    Ok(DryRun { program, memory: prediction, action_peaks: lines })
+    let (prediction, action_peaks) = executor.dry_run(validation).map_err(TrainError::from)?;
+    Ok(DryRun { program, memory: prediction, action_peaks })
 }
 
 /// Returns the options of a device without a budget, because exceeding a budget must not end a prediction.

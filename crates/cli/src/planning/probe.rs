@@ -104,9 +104,8 @@ impl MeasuredRates {
             .collect();
         let uses_disk = issued.iter().any(|issued| comm_key(issued).is_none());
         let disk = if uses_disk { disk(&config.offload().folder)? } else { [0.0; 2] };
-        let links = measure_comm(job, issued.into_iter().filter_map(comm_key).collect(), world)?;
-        let found =
-            MeasuredRates { loads, kernels, comm_seconds: links, disk, num_with_own_cores: num_undisturbed };
+        let comm_seconds = measure_comm(job, issued.into_iter().filter_map(comm_key).collect(), world)?;
+        let found = MeasuredRates { loads, kernels, comm_seconds, disk, num_with_own_cores: num_undisturbed };
         Ok(is_root.then_some(found))
     }
 
@@ -287,14 +286,8 @@ mod tests {
     fn probed() -> MeasuredRates {
         let kernels = [(call("add", 100), vec![1.0, 1.5, 4.0]), (call("add", 1000), vec![8.0, 9.0, 16.0])];
         let links = [(("all_reduce", 2, 10, 4), 3.0)];
-        let (kernels, links) = (kernels.into_iter().collect(), links.into_iter().collect());
-        MeasuredRates {
-            loads: vec![1, 2, 4],
-            kernels,
-            comm_seconds: links,
-            disk: [2.0, 5.0],
-            num_with_own_cores: 2,
-        }
+        let (kernels, comm_seconds) = (kernels.into_iter().collect(), links.into_iter().collect());
+        MeasuredRates { loads: vec![1, 2, 4], kernels, comm_seconds, disk: [2.0, 5.0], num_with_own_cores: 2 }
     }
 
     #[test]

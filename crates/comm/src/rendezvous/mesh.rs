@@ -108,8 +108,8 @@ pub(super) fn connect(
         let cell = |member| (0..members.num_connections(member, purpose)).map(|_| None).collect();
         (0..num_members).map(cell).collect()
     };
-    let (rows, arenas) = (Purpose::ALL.map(row), (0..num_members).map(|_| None).collect());
-    let mut builder = MeshBuilder { session, members, limit, connections_by_purpose: rows, arenas };
+    let (connections_by_purpose, arenas) = (Purpose::ALL.map(row), (0..num_members).map(|_| None).collect());
+    let mut builder = MeshBuilder { session, members, limit, connections_by_purpose, arenas };
     for lower in 0..members.own.0 {
         for purpose in Purpose::ALL {
             for index in 0..members.num_connections(lower, purpose) {
@@ -325,8 +325,8 @@ mod tests {
         std::thread::scope(|scope| {
             let reached = scope.spawn(|| {
                 let (session, limit) = (&session(1), deadline.into());
-                let (rows, arenas) = (Default::default(), Vec::new());
-                MeshBuilder { session, members: &members, limit, connections_by_purpose: rows, arenas }
+                let (connections_by_purpose, arenas) = (Default::default(), Vec::new());
+                MeshBuilder { session, members: &members, limit, connections_by_purpose, arenas }
                     .reach(0, id)
                     .map(drop)
             });

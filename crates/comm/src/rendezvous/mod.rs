@@ -269,12 +269,12 @@ impl Connecting<'_> {
         });
         let report = connected.as_ref().map(drop).map_err(String::clone);
         let outcome = self.root_exchange.agree("sharing memory with the other ranks", report, deadline)?;
-        Ok(outcome.and(connected).map(|(memory, rows)| {
+        Ok(outcome.and(connected).map(|(memory, connections_by_purpose)| {
             let rank = self.options.rank;
             GroupConnections {
                 rank,
                 hosts,
-                connections_by_purpose: rows,
+                connections_by_purpose,
                 memory: Some(memory),
                 mpi_addresses: None,
                 is_inproc: false,

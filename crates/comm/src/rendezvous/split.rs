@@ -158,10 +158,10 @@ impl Preparation {
         let nowhere = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
         let address = tcp.as_ref().map_or(Ok(nowhere), TcpListener::local_addr)?;
         let area_offset = memory.as_ref().map_or(0, |memory| memory.area.offset());
-        let offer =
+        let info =
             MemberInfo { address: RankAddress { host: 0, socket_id, address }, nonce: nonce()?, area_offset };
         Ok(Preparation {
-            info: offer,
+            info,
             listeners: Listeners { tcp, local: local::listen_local(socket_id)? },
             hosts,
             memory,
@@ -215,8 +215,7 @@ impl Preparation {
         let deadline = Instant::now() + parent.options.timeout.max(2 * LOCAL_CONNECT_MAX);
         let failure = || parent.failure().map(io::Error::other);
         let limit = WaitLimit::unless(deadline, &failure);
-        let Mesh { connections_by_purpose: rows, .. } =
-            mesh::connect(&session, &members, &self.listeners, limit)?;
+        let Mesh { connections_by_purpose, .. } = mesh::connect(&session, &members, &self.listeners, limit)?;
         let memory = self.memory.map(|memory| -> io::Result<_> {
             let is_on_same_host = |rank: Rank| self.hosts.host_of(rank) == self.hosts.host_of(membership.own);
             let peers = membership.ranks.iter().enumerate();
@@ -228,13 +227,15 @@ impl Preparation {
         });
         let memory = memory.transpose()?;
         let mpi_addresses = match parent.transport() {
-            TransportKind::Mpi => Some(mpi_exchange::exchange(&rows, limit).map_err(io::Error::other)?),
+            TransportKind::Mpi => {
+                Some(mpi_exchange::exchange(&connections_by_purpose, limit).map_err(io::Error::other)?)
+            }
             _ => None,
         };
         Ok(GroupConnections {
             rank: membership.own,
             hosts: self.hosts,
-            connections_by_purpose: rows,
+            connections_by_purpose,
             memory,
             mpi_addresses,
             is_inproc,

@@ -100,9 +100,8 @@ impl GroupConnections {
         options: &GroupOptions,
         recorder: &GroupRecorder,
     ) -> Result<GroupEndpoint, CommError> {
-        let GroupConnections { rank, hosts, connections_by_purpose: rows, memory, mpi_addresses, is_inproc } =
-            self;
-        let [collectives, messages, control] = rows;
+        let GroupConnections { rank, hosts, connections_by_purpose, memory, mpi_addresses, is_inproc } = self;
+        let [collectives, messages, control] = connections_by_purpose;
         let control = control.into_iter().map(|connection| connection.map(Connection::into_socket)).collect();
         let control = Control::new(control, recorder.clone())
             .map_err(|source| CommError::Watch { source: Arc::new(source) })?;

@@ -334,7 +334,7 @@ impl Tokenizer {
         if vocabulary_size > VOCABULARY_SIZE_MAX {
             return Err(format!("its largest id is {largest}, above {}", VOCABULARY_SIZE_MAX - 1).into());
         }
-        let (beginning, ending) =
+        let (prefix_tokens, ending) =
             catch_panic(|| special_token_sources::prefix_and_suffix(&tokenizer, vocabulary_size))?;
         tokenizer.with_post_processor(None::<PostProcessorWrapper>);
         let end_of_document = END_OF_DOCUMENT_NAMES.iter().find_map(|name| tokenizer.token_to_id(name));
@@ -342,7 +342,7 @@ impl Tokenizer {
             tokenizer,
             json,
             vocabulary_size,
-            prefix_tokens: beginning,
+            prefix_tokens,
             post_processor_suffix: ending,
             end_of_document,
             unknown_end_of_document: None,

@@ -114,17 +114,17 @@ impl MixtureOfExperts {
                 let rows = cx.apply(down, (rows, starts))?;
                 Ok([rows, self.add_shared(cx, inner, x)?])
             }
-            Experts::Distributed { gather, dispatch, local: own, return_rows: back } => {
+            Experts::Distributed { gather, dispatch, local, return_rows } => {
                 let [loads, own_starts, parts] = outputs(cx.apply_many(gather, [starts, places])?);
                 let sent = [Argument::from(rows), (&loads).into(), places.into()];
                 let rows = cx.apply(dispatch, sent)?;
                 let inner = self.shared_inner(cx, for_shared)?;
                 let inputs =
                     [rows.into(), Argument::from(&loads), own_starts.into(), parts.into(), places.into()];
-                let rows = cx.apply(own, inputs)?;
+                let rows = cx.apply(local, inputs)?;
                 let x = self.add_shared(cx, inner, x)?;
                 let returned = [Argument::from(rows), loads.into(), places.into()];
-                Ok([cx.apply(back, returned)?, x])
+                Ok([cx.apply(return_rows, returned)?, x])
             }
         }
     }

@@ -76,9 +76,7 @@ impl Reduction {
     /// Starts the reduction of this rank's `sum`. Returns `sum` if a rounded copy is reduced instead.
     pub(crate) fn start(&mut self, sum: ExchangeVector, device: &Device) -> Result<Option<ExchangeVector>> {
         match self {
-            Reduction::Plain { exchange, pending: under_way } => {
-                *under_way = Some(exchange.start(sum, device))
-            }
+            Reduction::Plain { exchange, pending } => *pending = Some(exchange.start(sum, device)),
             Reduction::Rounded(rounded) => {
                 rounded.reduce_rounded(sum.view(), device)?;
                 return Ok(Some(sum));
@@ -106,8 +104,8 @@ impl Reduction {
         waiting: &mut WaitTracker,
     ) -> Result<bool> {
         *f32_sum = match self {
-            Reduction::Plain { pending: under_way, .. } => {
-                let under_way = under_way.take().expect("a reduction was started");
+            Reduction::Plain { pending, .. } => {
+                let under_way = pending.take().expect("a reduction was started");
                 Some(under_way.wait(device, waiting)?)
             }
             Reduction::Rounded(rounded) => {

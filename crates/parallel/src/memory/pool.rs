@@ -82,8 +82,8 @@ impl Pool {
 
     /// Returns a vector of `len` elements with unspecified contents.
     pub(crate) fn take(&self, len: usize) -> Result<ExchangeVector> {
-        let own = self.take_device_tensor(len)?;
-        Ok(ExchangeVector { buffer: self.take_buffer(self.buffer_len(len))?, device_tensor: own })
+        let device_tensor = self.take_device_tensor(len)?;
+        Ok(ExchangeVector { buffer: self.take_buffer(self.buffer_len(len))?, device_tensor })
     }
 
     /// Allocates device memory for `len` elements. Returns `None` if kernels work in the group's memory instead.

@@ -36,12 +36,12 @@ impl ExchangeVector {
     /// Allocates a vector that the host reads after each exchange.
     pub(crate) fn new_for_host(group: &Group, device: &Device, dtype: DType, len: usize) -> Result<Self> {
         let needs_device_memory = !device.reaches_host();
-        let own = needs_device_memory
+        let device_tensor = needs_device_memory
             .then(|| device.zeros([len].into(), dtype, Category::Communication))
             .transpose()?;
         Ok(ExchangeVector {
             buffer: Pending::new(group.buffer_of(dtype, len, PageSize::Base)?),
-            device_tensor: own,
+            device_tensor,
         })
     }
 
@@ -93,8 +93,8 @@ impl ExchangeVector {
         leaving: Range<usize>,
         arriving: Range<usize>,
     ) -> (Buffer<Untyped>, DevicePart) {
-        let ExchangeVector { mut buffer, device_tensor: own } = self;
-        let Some(own) = own else {
+        let ExchangeVector { mut buffer, device_tensor } = self;
+        let Some(own) = device_tensor else {
             return (buffer.wait(), DevicePart { device_tensor: None, arriving });
         };
         let has_buffer = buffer.get().is_none_or(|buffer| !buffer.is_empty());
@@ -113,14 +113,14 @@ impl ExchangeVector {
         part: DevicePart,
         device: &Device,
     ) -> Self {
-        let DevicePart { device_tensor: mut own, arriving } = part;
-        if let Some(own) = own.as_mut().filter(|_| !arriving.is_empty()) {
+        let DevicePart { mut device_tensor, arriving } = part;
+        if let Some(own) = device_tensor.as_mut().filter(|_| !arriving.is_empty()) {
             let first = arriving.start * own.dtype().size();
             let part = own.view_mut().into_part(arriving.start, [arriving.len()].into());
             device.upload_async(&mut buffer, first, part);
             device.wait_for(&buffer.event());
         }
-        ExchangeVector { buffer, device_tensor: own }
+        ExchangeVector { buffer, device_tensor }
     }
 
     /// Starts an exchange of the vector with `start`, for example an all-reduce; see [`begin_exchange`](ExchangeVector::begin_exchange).

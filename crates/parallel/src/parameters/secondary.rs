@@ -30,15 +30,15 @@ impl SecondaryShards {
         device: &Device,
         dtype: DType,
     ) -> Result<Self> {
-        let host = Arc::clone(&levels.within);
-        let parts = table.shards(host.rank().0, host.world_size());
+        let host_group = Arc::clone(&levels.within);
+        let parts = table.shards(host_group.rank().0, host_group.world_size());
         let shard = |(unit, part): (usize, &Range<usize>)| {
             let len = if header.holds(unit) { part.len() } else { 0 };
             device.empty([len].into(), dtype, Category::Parameters)
         };
         let shards = parts.iter().enumerate().map(shard).collect::<Result<_, _>>()?;
         let is_there = vec![false; parts.len()];
-        Ok(SecondaryShards { host_group: host, device: device.clone(), parts, shards, is_valid: is_there })
+        Ok(SecondaryShards { host_group, device: device.clone(), parts, shards, is_valid: is_there })
     }
 
     pub(crate) fn has(&self, unit: usize) -> bool {

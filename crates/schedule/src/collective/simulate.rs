@@ -64,17 +64,10 @@ impl Machine<'_> {
     fn message(&self, rank: Rank, Outgoing { to, span }: &Outgoing) -> Box<Job> {
         let (from_host, to_host) = (self.hosts.host_of(rank), self.hosts.host_of(*to));
         let (length, lag) = self.seconds(rank, *to, span.range.len());
-        let (length, lag) = (TaskDuration::Fixed(length), TaskDuration::Fixed(lag));
+        let (duration, lag) = (TaskDuration::Fixed(length), TaskDuration::Fixed(lag));
         // Each host has one stream for outgoing messages and one for incoming messages.
         let streams = if from_host == to_host { Vec::new() } else { vec![2 * from_host, 2 * to_host + 1] };
-        Box::new(Job {
-            channel: self.channel(rank, *to),
-            num_starts: 1,
-            streams,
-            load: 0,
-            duration: length,
-            lag,
-        })
+        Box::new(Job { channel: self.channel(rank, *to), num_starts: 1, streams, load: 0, duration, lag })
     }
 
     fn channel(&self, from: Rank, to: Rank) -> usize {

@@ -121,7 +121,7 @@ pub(super) struct State<'a> {
 
 impl<'a> State<'a> {
     pub(super) fn new(header: &'a ProgramHeader) -> Self {
-        let at_rest = if header.state.is_sharded(StateClass::Parameters) {
+        let initial_parameters = if header.state.is_sharded(StateClass::Parameters) {
             Parameters::Sharded
         } else {
             Parameters::Full
@@ -129,7 +129,7 @@ impl<'a> State<'a> {
         let unit = |unit| UnitState {
             activations: vec![Activations::Absent; header.num_microbatches],
             // A tied unit reads a copy of parameters that another rank holds.
-            parameters: if header.holds(unit) { at_rest } else { Parameters::Full },
+            parameters: if header.holds(unit) { initial_parameters } else { Parameters::Full },
             is_held: header.holds(unit),
             in_flight: 0,
             num_added: 0,
@@ -140,10 +140,10 @@ impl<'a> State<'a> {
             stashed: VecDeque::new(),
             version_read: vec![0; header.num_microbatches],
         };
-        let mut away = BTreeSet::new();
+        let mut evicted = BTreeSet::new();
         for class in [StateClass::Optimizer, StateClass::Parameters] {
             if header.state.is_fetched(class) {
-                away.extend(header.held().map(|unit| StateKey { class, unit, microbatch: 0 }));
+                evicted.extend(header.held().map(|unit| StateKey { class, unit, microbatch: 0 }));
             }
         }
         let (units, exchanged) = ((0..header.chain.num_units).map(unit).collect(), MessageLog::new(header));
@@ -156,9 +156,9 @@ impl<'a> State<'a> {
             header,
             microbatches_per_step,
             units,
-            initial_parameters: at_rest,
+            initial_parameters,
             gathers_grads,
-            evicted: away,
+            evicted,
             exchanged,
             tie,
         }

@@ -36,7 +36,7 @@ impl Device {
         states: &mut [OptimizerState],
     ) {
         assert!(states.len() <= 2, "an update has at most two states");
-        let UpdatePass { pieces, updates, scales, rounding_seed: noise, sums } = pass;
+        let UpdatePass { pieces, updates, scales, rounding_seed, sums } = pass;
         let is_for_each = |scales: View<'_>| scales.shape().num_elements() == updates.len();
         assert!(scales.is_none_or(is_for_each), "a scale for each");
         let mut operands = [const { None }; 2];
@@ -49,7 +49,7 @@ impl Device {
             states: operands,
             pieces: Arc::clone(pieces),
             updates: Arc::clone(updates),
-            rounding_seed: noise,
+            rounding_seed,
         });
     }
 

@@ -123,18 +123,18 @@ fn products_of_two_values() {
 
 #[test]
 fn normalizations() {
-    for (rows, cols, centred, weight_offset) in
+    for (rows, cols, is_centered, weight_offset) in
         [(3, 7, true, 0.0), (2, 33, false, 0.0), (1, 16, true, 0.0), (3, 9, false, 1.0)]
     {
         let mut table = ParameterTable::default();
         table.begin_unit("unit");
         let weight = table.add(Parameter::vector("weight", cols, Initial::ZEROS));
-        let bias = centred.then(|| table.add(Parameter::vector("bias", cols, Initial::ZEROS)));
+        let bias = is_centered.then(|| table.add(Parameter::vector("bias", cols, Initial::ZEROS)));
         let epsilon = 1e-3;
         let reference = move |x: &[Vec<f64>], parameters: &[f64]| {
             let (weight, bias) = parameters.split_at(cols);
             let row = |row: &[f64]| -> Vec<f64> {
-                let mean = if centred { row.iter().sum::<f64>() / cols as f64 } else { 0.0 };
+                let mean = if is_centered { row.iter().sum::<f64>() / cols as f64 } else { 0.0 };
                 let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / cols as f64;
                 let scale = 1.0 / (variance + f64::from(epsilon)).sqrt();
                 let element = |col: usize| {
@@ -145,7 +145,7 @@ fn normalizations() {
             };
             x[0].chunks(cols).flat_map(row).collect()
         };
-        let norm = op(Norm { weight, bias, weight_offset, epsilon, is_centered: centred });
+        let norm = op(Norm { weight, bias, weight_offset, epsilon, is_centered });
         // Inputs in the precision of activations, and in f32 as in the residual stream.
         let x = Input::random(&[rows, cols], "x");
         check(&norm, &table, std::slice::from_ref(&x), &reference);

@@ -60,7 +60,7 @@ impl<'a> Trainer<'a> {
 
         let batch_specs = batch_specs(&*train, training.local_batch_size);
         let built = PreparedExecutor::new(config, &*task, &batch_specs, group, &options)?;
-        let PreparedExecutor { mut executor, choices, rebalancer: balance, utilization } = built;
+        let PreparedExecutor { mut executor, choices, rebalancer, utilization } = built;
         let reserved = options.plan.as_ref().map_or(0, |plan| plan.non_activation_bytes);
         let spill = enable_spill(config, executor.device(), reserved);
         let validation =
@@ -106,7 +106,7 @@ impl<'a> Trainer<'a> {
             task,
             host_batch: HostBatch::new(&batch_specs),
             choices,
-            rebalancer: balance,
+            rebalancer,
             spill,
             has_reported_spill: false,
             moved_after: None,
@@ -174,9 +174,9 @@ impl PreparedExecutor {
                 StepChoices::broadcast_from_root(is_root.then_some(&own), &group)?.unwrap_or(own)
             }
         };
-        let balance = Rebalancer::new(config, profile.passes());
+        let rebalancer = Rebalancer::new(config, profile.passes());
         let executor = build_executor(config, model, profile, &choices, group, &device)?;
-        Ok(PreparedExecutor { executor, choices, rebalancer: balance, utilization })
+        Ok(PreparedExecutor { executor, choices, rebalancer, utilization })
     }
 }
 

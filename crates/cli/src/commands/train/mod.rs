@@ -77,7 +77,7 @@ pub(crate) struct TrainArgs {
 }
 
 /// Runs `trireme train`. `own` is the program's own task; `None` trains a language model.
-pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>>) -> Result<()> {
+pub(crate) fn run(args: &TrainArgs, started: Instant, custom_task: Option<&Arc<dyn Task>>) -> Result<()> {
     let environment = WorkerEnvironment::of_this_process()?;
     if let Some(WorkerEnvironment { world_size, .. }) = environment
         && args.workers.is_some()
@@ -93,7 +93,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     overrides.extend(args.resume.as_ref().map(|resume| format!("checkpoint.resume={resume}")));
     let world_size = environment.as_ref().map(|environment| environment.world_size);
     let is_launcher = environment.is_none();
-    let task_kind = if own.is_some() { TaskKind::CustomTask } else { TaskKind::LanguageModel };
+    let task_kind = if custom_task.is_some() { TaskKind::CustomTask } else { TaskKind::LanguageModel };
     let source = ConfigSource { path: &args.config, overrides: &overrides, world_size, task_kind };
     let (config, simd) = before_joining(environment.as_ref(), || {
         check_config_path(&args.config)?;
@@ -104,7 +104,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
     let num_local =
         environment.as_ref().map_or(config.world_size(), |environment| environment.local_world_size);
     let share = HostShare::of_equal_workers(num_local, config.memory().huge_pages);
-    let process = ProcessContext { source, share: &share, started, features: simd.level, custom_task: own };
+    let process = ProcessContext { source, share: &share, started, features: simd.level, custom_task };
     match environment {
         _ if args.dry_run && !is_launcher => {
             bail!("--dry-run needs no launcher; start the command by itself")

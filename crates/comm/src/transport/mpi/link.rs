@@ -64,7 +64,7 @@ impl From<Failed> for Broken {
 impl MpiLink {
     /// Creates the link. `wakeup` is a connected stream socket to the peer. `fragment_bytes` must be equal on both sides.
     pub(crate) fn new(
-        wakeup: OwnedFd,
+        peer_socket: OwnedFd,
         addresses: &MpiAddresses,
         peer: Rank,
         purpose: Purpose,
@@ -74,7 +74,7 @@ impl MpiLink {
         route.communicator.open();
         MpiLink {
             route,
-            peer_socket: wakeup,
+            peer_socket,
             ended: None,
             fragment_bytes,
             outgoing: DirectionState::new(),

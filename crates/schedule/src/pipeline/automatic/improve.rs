@@ -58,8 +58,8 @@ impl<'a> Search<'a> {
     fn new(schedule: Schedule, costs: &'a Costs, bounds: &'a [u64]) -> Self {
         let mut clock = Clock::new(&schedule, costs);
         clock.run(&schedule);
-        let spans = clock.intervals.clone();
-        Search { schedule, intervals: spans, clock, costs, bounds, num_left: PASSES_TIMED_MAX }
+        let intervals = clock.intervals.clone();
+        Search { schedule, intervals, clock, costs, bounds, num_left: PASSES_TIMED_MAX }
     }
 
     /// Makes the first move of a pass to an end of its critical block that improves the schedule. Returns `None` if no move improves it, or

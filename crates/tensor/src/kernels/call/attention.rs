@@ -122,8 +122,9 @@ fn backward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
 
 impl AttentionInputs<Operand> {
     fn num_bytes(&self) -> usize {
-        let AttentionInputs { queries, keys_values, padding_starts: num_keys, document_starts } = self;
-        queries.num_bytes() + [keys_values, num_keys, document_starts].map(num_bytes).iter().sum::<usize>()
+        let AttentionInputs { queries, keys_values, padding_starts, document_starts } = self;
+        queries.num_bytes()
+            + [keys_values, padding_starts, document_starts].map(num_bytes).iter().sum::<usize>()
     }
 }
 

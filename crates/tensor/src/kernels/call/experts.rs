@@ -111,12 +111,12 @@ impl ExpertCall {
                 let read = order.num_bytes() + num_bytes(weights) + row_bytes;
                 per_element_cost(y.shape(), 1).reads(read).writes(y.num_bytes())
             }
-            Self::CombineRows { x, positions: places, weights, residual, y } => {
-                let read = x.num_bytes() + places.num_bytes() + num_bytes(weights) + num_bytes(residual);
+            Self::CombineRows { x, positions, weights, residual, y } => {
+                let read = x.num_bytes() + positions.num_bytes() + num_bytes(weights) + num_bytes(residual);
                 per_element_cost(x.shape(), 2).reads(read).writes(y.num_bytes())
             }
-            Self::RowProducts { x, positions: places, y, products } => {
-                let read = x.num_bytes() + places.num_bytes() + y.num_bytes();
+            Self::RowProducts { x, positions, y, products } => {
+                let read = x.num_bytes() + positions.num_bytes() + y.num_bytes();
                 per_element_cost(x.shape(), 2).reads(read).writes(products.num_bytes())
             }
         }

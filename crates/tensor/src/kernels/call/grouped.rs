@@ -66,9 +66,9 @@ impl GroupedCall {
             Self::GroupRows { groups, starts, .. } => {
                 Cost::ZERO.reads(3 * groups.num_bytes()).writes(3 * groups.num_bytes() + starts.num_bytes())
             }
-            Self::UngroupedRows { starts, positions: places, weights, out } => {
-                let read = starts.num_bytes() + places.num_bytes() + num_bytes(weights);
-                per_element_cost(places.shape(), 1).reads(read).writes(out.num_bytes())
+            Self::UngroupedRows { starts, positions, weights, out } => {
+                let read = starts.num_bytes() + positions.num_bytes() + num_bytes(weights);
+                per_element_cost(positions.shape(), 1).reads(read).writes(out.num_bytes())
             }
         }
     }

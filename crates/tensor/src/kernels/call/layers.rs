@@ -93,9 +93,9 @@ impl LayerCall {
                 with_output_traffic(cost.reads(x.num_bytes()).reads(dy.num_bytes()), d_weight, *accumulate)
             }
             Self::Round { x, y, .. } => Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()),
-            Self::Embedding { ids, table, position_table: positions, out, .. } => {
+            Self::Embedding { ids, table, position_table, out, .. } => {
                 let num_elements = out.shape().num_elements();
-                let cost = Cost::others(&[usize::from(positions.is_some()), num_elements]);
+                let cost = Cost::others(&[usize::from(position_table.is_some()), num_elements]);
                 let read = num_elements * table.dtype().size();
                 cost.reads(ids.num_bytes()).reads(read).writes(out.num_bytes())
             }
@@ -109,8 +109,8 @@ impl LayerCall {
                 let cost = Cost::others(&[num_added]).reads(dy.num_bytes()).reads(bags.ids.num_bytes());
                 cost.updates(num_added.saturating_mul(DType::F32.size()))
             }
-            Self::PositionBackward { dy, row_positions: at, .. } => {
-                let num_updated = at.len().saturating_mul(dy.shape().cols());
+            Self::PositionBackward { dy, row_positions, .. } => {
+                let num_updated = row_positions.len().saturating_mul(dy.shape().cols());
                 let cost = per_element_cost(dy.shape(), 1).reads(dy.num_bytes());
                 cost.updates(num_updated.saturating_mul(DType::F32.size()))
             }

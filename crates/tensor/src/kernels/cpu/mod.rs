@@ -48,8 +48,8 @@ pub(crate) struct Cpu {
 
 impl Cpu {
     /// Creates a processor that can access all memory.
-    pub(crate) fn new(threads: ThreadPool, features: SimdLevel) -> Self {
-        Cpu { threads, simd_level: features, mapping: None }
+    pub(crate) fn new(threads: ThreadPool, simd_level: SimdLevel) -> Self {
+        Cpu { threads, simd_level, mapping: None }
     }
 
     /// Restricts the processor to the memory of `mapping`.

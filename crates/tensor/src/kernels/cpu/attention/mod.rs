@@ -339,13 +339,13 @@ impl Cpu {
         });
     }
 
-    /// Runs forward. `view_of(sequence)` returns the mask of a sequence. `parts_of(sequence, head)` returns rows of queries, keys and
+    /// Runs forward. `mask_of(sequence)` returns the mask of a sequence. `parts_of(sequence, head)` returns rows of queries, keys and
     /// values.
     fn attention_forward<'a, T: Element>(
         &self,
         shape: AttentionShape,
         num_earlier: usize,
-        view_of: &(dyn Fn(usize) -> SequenceMask<'a> + Sync),
+        mask_of: &(dyn Fn(usize) -> SequenceMask<'a> + Sync),
         results: ForwardResults<'_, T>,
         scratch: &mut [f32],
         parts_of: &(dyn Fn(usize, usize) -> [Matrix<'a>; 3] + Sync),
@@ -366,14 +366,14 @@ impl Cpu {
             let (blocks, scratch) = scratch.split_at_mut(Scratch::<T>::num_elements(micro, dims, false));
             let (sums, words) = scratch.split_at_mut(QUERY_BLOCK * value_dim);
             let [queries, keys, values] = parts_of(sequence, head);
-            let view = view_of(sequence);
-            let seen = view.keys_of_queries(first..end);
+            let mask = mask_of(sequence);
+            let seen = mask.keys_of_queries(first..end);
             let first_packed = seen.start / KEY_BLOCK * KEY_BLOCK;
             let (keys, values) = (keys.submatrix(first_packed, 0), values.submatrix(first_packed, 0));
             let num_keys = seen.end.max(first_packed) - first_packed;
             let keys_values = KeysValues { keys, values, num_keys, dims };
             let factors = keys_values.forward_operands(micro, bytemuck::cast_slice_mut(words));
-            let parts = Head { queries, mask: view, first_packed, dims };
+            let head_inputs = Head { queries, mask, first_packed, dims };
             let mut blocks = Scratch::<T>::new(blocks);
             for first in (first..end).step_by(QUERY_BLOCK) {
                 let num_queries = QUERY_BLOCK.min(end - first);
@@ -384,7 +384,7 @@ impl Cpu {
                     let log_sums = log_sums.range(sequence_head * seq_len + first, num_queries);
                     let has_earlier_keys = y.load(sums, start, out_cols, value_dim);
                     let rows = ForwardRows { out: &mut *sums, log_sums, has_earlier_keys };
-                    parts.forward(self, first, factors, &mut blocks, rows);
+                    head_inputs.forward(self, first, factors, &mut blocks, rows);
                     y.store(self, sums, start, out_cols, value_dim);
                 }
             }
@@ -440,10 +440,10 @@ impl Cpu {
             }
             let mut grads = HeadGrads { queries, keys, values, has_earlier_keys: false };
             let per_kv_head = shape.heads_per_kv_head();
-            let view = inputs.mask(shape, scope, sequence);
+            let mask = inputs.mask(shape, scope, sequence);
             for head in kv_head * per_kv_head..(kv_head + 1) * per_kv_head {
                 let queries = query_rows.submatrix(first, head * dim);
-                let parts = Head { queries, mask: view, first_packed: 0, dims };
+                let head_inputs = Head { queries, mask, first_packed: 0, dims };
                 for query in (0..seq_len).step_by(QUERY_BLOCK) {
                     let num_queries = QUERY_BLOCK.min(seq_len - query);
                     let saved = (sequence * shape.num_heads + head) * seq_len + query;
@@ -460,7 +460,7 @@ impl Cpu {
                     unsafe {
                         grads.has_earlier_keys =
                             d_queries.load(&mut grads.queries[..len], start, stride, dim);
-                        parts.backward(self, query, factors, &mut blocks, output, &mut grads);
+                        head_inputs.backward(self, query, factors, &mut blocks, output, &mut grads);
                         d_queries.store(self, &grads.queries[..len], start, stride, dim);
                     }
                 }

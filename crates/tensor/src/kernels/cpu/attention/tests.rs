@@ -68,8 +68,8 @@ impl<T: Element> Inputs<T> {
     }
 
     fn settings(&self) -> Settings {
-        let (num_keys, document_starts) = (self.padding_starts.clone(), self.document_starts.clone());
-        Settings { shape: self.shape, rule: self.rule, padding_starts: num_keys, document_starts }
+        let (padding_starts, document_starts) = (self.padding_starts.clone(), self.document_starts.clone());
+        Settings { shape: self.shape, rule: self.rule, padding_starts, document_starts }
     }
 
     fn views<'a>(
@@ -77,8 +77,9 @@ impl<T: Element> Inputs<T> {
         queries: &'a [T],
         keys_values: Option<&'a [T]>,
     ) -> AttentionInputs<&'a [T], &'a [u32]> {
-        let (num_keys, document_starts) = (self.padding_starts.as_deref(), self.document_starts.as_deref());
-        AttentionInputs { queries, keys_values, padding_starts: num_keys, document_starts }
+        let (padding_starts, document_starts) =
+            (self.padding_starts.as_deref(), self.document_starts.as_deref());
+        AttentionInputs { queries, keys_values, padding_starts, document_starts }
     }
 
     /// Returns the output, its logarithms of sums, and the gradient.

@@ -63,16 +63,16 @@ pub(super) struct Session {
 }
 
 impl MicroKernel {
-    pub(crate) fn new(features: SimdLevel, precision: Precision) -> Self {
-        let words = WordKind::new(features, precision);
-        let (rows, cols) = match features {
+    pub(crate) fn new(simd_level: SimdLevel, precision: Precision) -> Self {
+        let words = WordKind::new(simd_level, precision);
+        let (rows, cols) = match simd_level {
             SimdLevel::Portable => (4, 16),
             SimdLevel::Avx2 => (6, 16),
             SimdLevel::Avx512 | SimdLevel::Avx512Bf16 | SimdLevel::AmxBf16 => (12, 32),
         };
-        let micro = MicroKernel { simd_level: features, words, cols, rows, step: 1, row_major: false };
+        let micro = MicroKernel { simd_level, words, cols, rows, step: 1, row_major: false };
         #[cfg(target_arch = "x86_64")]
-        if features == SimdLevel::AmxBf16 && words == WordKind::Bf16Pair {
+        if simd_level == SimdLevel::AmxBf16 && words == WordKind::Bf16Pair {
             return MicroKernel {
                 rows: amx::ROWS,
                 cols: amx::COLS,

@@ -20,8 +20,8 @@ struct Case {
     deviation: f32,
 }
 
-const fn plain(rows: usize, cols: usize, centred: bool) -> Case {
-    Case { rows, cols, is_centered: centred, mean: 0.0, deviation: 1.0 }
+const fn plain(rows: usize, cols: usize, is_centered: bool) -> Case {
+    Case { rows, cols, is_centered, mean: 0.0, deviation: 1.0 }
 }
 
 /// In ascending order: several tasks of rows, several blocks of columns; values that are far from zero, hardly differ, are subnormal or
@@ -62,13 +62,13 @@ impl<T: Element> Inputs<T> {
     /// Returns the output, its statistics, and the gradients: the input gradient written and accumulated, then the weight gradient
     /// likewise.
     fn run(&self) -> [Vec<f32>; 6] {
-        let Case { rows, cols, is_centered: centred, .. } = self.case;
+        let Case { rows, cols, is_centered, .. } = self.case;
         let (x, weight, dy) = (&self.x[..], &self.weight[..], &self.dy[..]);
         run(|cpu| {
-            let kind = NormKind { epsilon: EPSILON, is_centered: centred };
+            let kind = NormKind { epsilon: EPSILON, is_centered };
             let mut y = narrow::<T>(&vec![f32::NAN; rows * cols]);
             let mut statistics = vec![f32::NAN; rows * NUM_STATISTICS];
-            cpu.norm(x, weight, centred.then_some(&self.bias[..]), kind, &mut y, &mut statistics);
+            cpu.norm(x, weight, is_centered.then_some(&self.bias[..]), kind, &mut y, &mut statistics);
             let normalised = NormedRows { x, weight, statistics: &statistics[..] };
             let (mut dx, mut dx_added) = (vec![f32::NAN; rows * cols], vec![BEFORE; rows * cols]);
             cpu.norm_backward_input(normalised, kind, dy, &mut dx, false);
@@ -121,10 +121,10 @@ fn slopes(x: &[f64], step: f64, loss: impl Fn(&[f64]) -> f64) -> Vec<f64> {
 fn check<T: Element>(case: Case) {
     let inputs = Inputs::<T>::new(case);
     let [y, statistics, dx, dx_added, d_weight, d_weight_added] = inputs.run();
-    let Case { cols, is_centered: centred, .. } = case;
+    let Case { cols, is_centered, .. } = case;
     let (x, dy, weight) = (to_f64(&inputs.x), to_f64(&inputs.dy), to_f64(&inputs.weight));
-    let bias = if centred { to_f64(&inputs.bias) } else { vec![0.0; cols] };
-    let rows: Vec<Row> = x.chunks_exact(cols).map(|x| Row::new(x, centred)).collect();
+    let bias = if is_centered { to_f64(&inputs.bias) } else { vec![0.0; cols] };
+    let rows: Vec<Row> = x.chunks_exact(cols).map(|x| Row::new(x, is_centered)).collect();
 
     let exact_y = (0..y.len()).map(|index| {
         let (row, col) = (&rows[index / cols], index % cols);
@@ -141,7 +141,7 @@ fn check<T: Element>(case: Case) {
     let exact_dx: Vec<Exact> = rows
         .iter()
         .zip(dy.chunks_exact(cols))
-        .flat_map(|(row, dy)| input_gradient(row, &weight, dy, centred))
+        .flat_map(|(row, dy)| input_gradient(row, &weight, dy, is_centered))
         .collect();
     let added =
         |exact: &Exact| Exact::new(exact.value + f64::from(BEFORE), exact.f32_magnitude + f64::from(BEFORE));

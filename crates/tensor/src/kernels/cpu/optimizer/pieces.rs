@@ -231,7 +231,7 @@ impl PieceStates<'_> {
         g: &[f32],
         mut run: impl FnMut(&mut [f32], &[f32], &mut [f32], &mut [f32]) -> [f32; 2],
     ) -> [f64; 2] {
-        let PieceStates { simd_level: features, states, rounding_seed: noise, position } = self;
+        let PieceStates { simd_level, states, rounding_seed, position } = self;
         let mut states = match states {
             [PieceState::Absent, PieceState::Absent] => return widen(run(p, g, &mut [], &mut [])),
             [PieceState::F32(first), PieceState::Absent] => return widen(run(p, g, first, &mut [])),
@@ -245,14 +245,14 @@ impl PieceStates<'_> {
             let g = if g.is_empty() { g } else { &g[start..start + p.len()] };
             let [first, second] = &mut buffers;
             let (first, second) = (&mut first[..p.len()], &mut second[..p.len()]);
-            states[0].load(features, block, first);
-            states[1].load(features, block, second);
+            states[0].load(simd_level, block, first);
+            states[1].load(simd_level, block, second);
             let sums = widen(run(p, g, first, second));
             (total[0], total[1]) = (total[0] + sums[0], total[1] + sums[1]);
             let position = position + start;
-            states[0].store(features, block, first, noise, position);
+            states[0].store(simd_level, block, first, rounding_seed, position);
             // The second state uses other random numbers than the first.
-            states[1].store(features, block, second, !noise, position);
+            states[1].store(simd_level, block, second, !rounding_seed, position);
         }
         total
     }

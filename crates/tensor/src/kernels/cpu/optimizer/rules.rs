@@ -461,10 +461,10 @@ impl Update {
             }
             Update::AdafactorVector(step) => each!(|p, g, v, _w| adafactor_vector(features, p, g, v, step)),
             Update::MuonMomentum(step) => each!(|p, g, m, _v| muon_momentum(features, p, g, m, step)),
-            Update::Descend { lr, parameter_factor: keep } => {
-                each!(|p, g, _m, _v| descend(features, p, g, lr, keep))
+            Update::Descend { lr, parameter_factor } => {
+                each!(|p, g, _m, _v| descend(features, p, g, lr, parameter_factor))
             }
-            Update::Sign { lr: rate } => each!(|p, g, _m, _v| step_by_sign(features, p, g, rate)),
+            Update::Sign { lr } => each!(|p, g, _m, _v| step_by_sign(features, p, g, lr)),
         }
     }
 }

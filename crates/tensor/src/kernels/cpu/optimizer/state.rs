@@ -79,10 +79,10 @@ impl<'a> StateSlice<'a> {
                 StateSlice::Absent => PieceState::Absent,
                 StateSlice::F32(values) => PieceState::F32(values.range(start, len)),
                 StateSlice::Bf16(values) => PieceState::Bf16(values.range(start, len)),
-                StateSlice::Int8 { codes, steps, is_second_moment: is_square } => PieceState::Int8 {
+                StateSlice::Int8 { codes, steps, is_second_moment } => PieceState::Int8 {
                     codes: codes.range(start, len),
                     steps: steps.range(block, num_blocks(len)),
-                    is_second_moment: *is_square,
+                    is_second_moment: *is_second_moment,
                 },
             }
         }

@@ -28,20 +28,20 @@ impl Cpu {
                     self.permute_rows::<X, Y>(x, cols, order, num_choices, weights, y);
                 }));
             }
-            ExpertCall::CombineRows { x, positions: places, weights, residual, mut y } => {
-                let (cols, num_choices) = (x.shape().cols(), places.shape().cols());
+            ExpertCall::CombineRows { x, positions, weights, residual, mut y } => {
+                let (cols, num_choices) = (x.shape().cols(), positions.shape().cols());
                 let [weights, residual] = [weights, residual].map(|operand| self.optional_f32s(operand));
-                let chosen = ChosenRows { positions: places.u32s(self), num_choices, weights };
+                let chosen = ChosenRows { positions: positions.u32s(self), num_choices, weights };
                 with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
                     self.combine_rows::<X, Y>(x.elements(self), cols, chosen, residual, y.elements(self));
                 }));
             }
-            ExpertCall::RowProducts { x, positions: places, y, mut products } => {
-                let (cols, num_choices) = (x.shape().cols(), places.shape().cols());
-                let places = places.u32s(self);
+            ExpertCall::RowProducts { x, positions, y, mut products } => {
+                let (cols, num_choices) = (x.shape().cols(), positions.shape().cols());
+                let positions = positions.u32s(self);
                 with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
                     let (x, y) = (x.elements(self), y.elements(self));
-                    self.row_products::<X, Y>(x, cols, places, num_choices, y, products.f32s(self));
+                    self.row_products::<X, Y>(x, cols, positions, num_choices, y, products.f32s(self));
                 }));
             }
         }

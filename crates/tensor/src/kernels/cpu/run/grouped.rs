@@ -50,8 +50,8 @@ impl Cpu {
                 let (starts, order, places) = (starts.u32s(self), order.u32s(self), places.u32s(self));
                 self.group_rows(groups.u32s(self), limit, starts, order, places);
             }
-            GroupedCall::UngroupedRows { starts, positions: places, weights, mut out } => {
-                let (places, num_choices) = (places.u32s(self), places.shape().cols());
+            GroupedCall::UngroupedRows { starts, positions, weights, mut out } => {
+                let (places, num_choices) = (positions.u32s(self), positions.shape().cols());
                 let weights = self.optional_f32s(weights);
                 self.ungrouped_rows(starts.u32s(self), places, num_choices, weights, out.f64s(self));
             }

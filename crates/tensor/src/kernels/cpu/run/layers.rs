@@ -28,18 +28,11 @@ impl Cpu {
                     self.round::<T, P>(x.elements(self), y.f32s(self));
                 }));
             }
-            LayerCall::Embedding {
-                ids,
-                table,
-                position_table: positions,
-                mut out,
-                precision,
-                row_positions: at,
-            } => {
+            LayerCall::Embedding { ids, table, position_table, mut out, precision, row_positions } => {
                 with_element!(table.dtype() => |T| with_element!(precision.dtype() => |P| {
-                    let positions = positions.map(|positions| positions.elements(self));
+                    let positions = position_table.map(|positions| positions.elements(self));
                     let (ids, table) = (ids.u32s(self), table.elements(self));
-                    self.embedding::<T, P>(ids, table, positions, at, out.f32s(self));
+                    self.embedding::<T, P>(ids, table, positions, row_positions, out.f32s(self));
                 }));
             }
             LayerCall::EmbeddingBag { bags, table, mut out, precision } => {
@@ -52,8 +45,13 @@ impl Cpu {
                 let (bags, cols) = (bags.map(|ids| ids.u32s(self)), dy.shape().cols());
                 self.embedding_bag_backward(bags, dy.f32s(self), cols, d_table.f32s(self));
             }
-            LayerCall::PositionBackward { dy, mut d_positions, row_positions: at } => {
-                self.position_backward(dy.f32s(self), at, dy.shape().cols(), d_positions.f32s(self));
+            LayerCall::PositionBackward { dy, mut d_positions, row_positions } => {
+                self.position_backward(
+                    dy.f32s(self),
+                    row_positions,
+                    dy.shape().cols(),
+                    d_positions.f32s(self),
+                );
             }
             LayerCall::SoftmaxStatistics { logits, targets, mut statistics, chunk } => {
                 self.softmax_statistics(logits.f32s(self), targets.u32s(self), chunk, statistics.f32s(self));

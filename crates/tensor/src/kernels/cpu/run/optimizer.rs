@@ -19,7 +19,7 @@ impl Cpu {
                 mut states,
                 pieces,
                 updates,
-                rounding_seed: noise,
+                rounding_seed,
             } => {
                 let states = states.each_mut().map(|state| match state {
                     Some(state) => state.slice(self),
@@ -28,8 +28,7 @@ impl Cpu {
                 let sums = sums.as_mut().map(|sums| bytemuck::cast_slice_mut(sums.f64s(self)));
                 let scales = self.optional_f32s(scales).unwrap_or_default();
                 let (parameters, grads) = (parameters.f32s(self), grads.f32s(self));
-                let pass =
-                    PieceUpdates { pieces: &pieces, updates: &updates, scales, rounding_seed: noise, sums };
+                let pass = PieceUpdates { pieces: &pieces, updates: &updates, scales, rounding_seed, sums };
                 self.update(pass, parameters, grads, states);
             }
             OptimizerCall::LeafSums { sums, mut out, runs } => {

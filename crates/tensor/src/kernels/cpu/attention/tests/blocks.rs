@@ -37,12 +37,13 @@ impl<T: Element> Inputs<T> {
             let scope = |keys| AttentionScope { rule: *rule, queries: at, keys };
             let mut sums = vec![0.0; dy.len()];
             let mut log_sums = vec![f32::NEG_INFINITY; part.rows() * part.num_heads];
-            let (num_keys, document_starts) = (self.padding_starts.as_deref(), document_starts.as_deref());
+            let (padding_starts, document_starts) =
+                (self.padding_starts.as_deref(), document_starts.as_deref());
             let rows: Vec<Vec<T>> = blocks.iter().map(|&keys| keys_values(keys)).collect();
             let inputs = rows.iter().map(|rows| AttentionInputs {
                 queries: &queries[..],
                 keys_values: Some(&rows[..]),
-                padding_starts: num_keys,
+                padding_starts,
                 document_starts,
             });
             for (&keys, inputs) in blocks.iter().zip(inputs.clone()) {

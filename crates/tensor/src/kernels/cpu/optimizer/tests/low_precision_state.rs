@@ -15,15 +15,9 @@ struct StoredState {
 }
 
 impl StoredState {
-    fn new(dtype: StateDType, is_square: bool, len: usize) -> Self {
+    fn new(dtype: StateDType, is_second_moment: bool, len: usize) -> Self {
         let steps = vec![0.0; len.div_ceil(256)];
-        StoredState {
-            dtype,
-            is_second_moment: is_square,
-            bf16: vec![Bf16::default(); len],
-            codes: vec![0; len],
-            steps,
-        }
+        StoredState { dtype, is_second_moment, bf16: vec![Bf16::default(); len], codes: vec![0; len], steps }
     }
 
     fn slice(&mut self) -> StateSlice<'_> {
@@ -119,13 +113,13 @@ fn rounding_at_random_keeps_means_right() {
             let grads: Vec<f32> = (0..len).map(|index| (index % 2) as f32).collect();
             let mut sums = vec![[0.0; 2]; pieces.as_slice().len()];
             let step = AdamWStep { beta1: 0.999, beta2: 0.999, grad_scale: 1.0, ..ADAMW };
-            for noise in 0..200 {
+            for rounding_seed in 0..200 {
                 let states = [first.slice(), second.slice()];
                 let pass = PieceUpdates {
                     pieces: &pieces,
                     updates: &[Update::AdamW(step)],
                     scales: &[],
-                    rounding_seed: noise * 77,
+                    rounding_seed: rounding_seed * 77,
                     sums: Some(&mut sums[..]),
                 };
                 cpu.update(pass, &mut parameters, &grads, states);
