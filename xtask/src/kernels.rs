@@ -1,4 +1,5 @@
-//! `cargo xtask kernels`: the list of kernels that a backend must provide, from the definitions of kernel calls, the other methods of `Device`, and a run of the suites.
+//! `cargo xtask kernels`: the list of kernels that a backend must provide, from the definitions of kernel calls, the other methods of
+//! `Device`, and a run of the suites.
 
 use crate::commands;
 use anyhow::{Context, Result, ensure};

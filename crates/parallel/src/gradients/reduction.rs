@@ -32,8 +32,8 @@ pub(crate) struct ReductionFactory {
 impl ReductionFactory {
     /// Creates all-reductions over `group`. Short gradients are fused into messages of up to `fusion_bytes`; with 0, each gradient is sent
     /// alone. If the group is on shared memory, nothing is fused, because a message costs no more than the copies that fusion needs. Memory
-    /// for gradients of `lens` elements, in the order of their reductions, is allocated in advance. If `allocates_rounded`, so is the memory
-    /// of rounded gradients, which then stays between steps.
+    /// for gradients of `lens` elements, in the order of their reductions, is allocated in advance. If `allocates_rounded`, so is the
+    /// memory of rounded gradients, which then stays between steps.
     pub(crate) fn all_reduce(
         dtype: DType,
         group: &Arc<Group>,

@@ -19,7 +19,8 @@ impl OperationContext<'_> {
         &*self.expert_axis().ops
     }
 
-    /// Returns the experts that are replicated on all ranks of the expert axis. Panics like [`expert_axis_ops`](OperationContext::expert_axis).
+    /// Returns the experts that are replicated on all ranks of the expert axis. Panics like
+    /// [`expert_axis_ops`](OperationContext::expert_axis).
     pub(super) fn shadowed_experts(&self) -> &ShadowedExperts {
         &self.expert_axis().shadowed
     }

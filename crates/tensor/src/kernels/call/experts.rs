@@ -48,11 +48,11 @@ kernel_calls! {
             x: View, order: View, num_choices: usize, weights: Option<View>, y: ViewMut
         }
 
-        /// Computes `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[positions[t, c]]` for rows, in the order of the
-        /// choices. Sums are f32, rounded once. Weights and residual are f32.
+        /// Computes `y[t] = residual[t] + sum over the choices c of token t of weights[t, c] x[positions[t, c]]` for rows, in the order of
+        /// the choices. Sums are f32, rounded once. Weights and residual are f32.
         ///
-        /// Panics if a position is not the index of a row of `x`, if `weights` does not have the shape of `positions`, or if `residual` does not
-        /// have the shape of `y`.
+        /// Panics if a position is not the index of a row of `x`, if `weights` does not have the shape of `positions`, or if `residual`
+        /// does not have the shape of `y`.
         pub(crate) fn combine_rows => CombineRows {
             x: View, positions: View, weights: Option<View>, residual: Option<View>, y: ViewMut;
             assert!(weights.is_none_or(|weights| weights.shape() == positions.shape()), "{weights:?} for {:?}", positions.shape());

@@ -31,8 +31,8 @@ kernel_calls! {
         /// Panics if the shapes differ.
         pub(crate) fn round => Round { precision: Precision, x: View, y: ViewMut; assert_eq!(x.shape(), y.shape()); }
 
-        /// Computes `out[i] = table[ids[i]] + position_table[row_positions.at(i % row_positions.len())]` for the rows of sequences of length `row_positions.len()`. Values of
-        /// `table` and `position_table` are rounded to `precision`.
+        /// Computes `out[i] = table[ids[i]] + position_table[row_positions.at(i % row_positions.len())]` for the rows of sequences of
+        /// length `row_positions.len()`. Values of `table` and `position_table` are rounded to `precision`.
         pub(crate) fn embedding => Embedding {
             precision: Precision, ids: View, table: View, position_table: Option<View>, row_positions: Positions, out: ViewMut
         }
