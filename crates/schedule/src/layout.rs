@@ -221,7 +221,8 @@ impl StateLayout {
     /// Returns whether programs exist for the layout, in steps of `num_microbatches`. A layout that trains has gradients and optimizer
     /// state, and shards optimizer state if it shards parameters. A layout that does not train has neither gradients nor optimizer state.
     /// Parameters and activations must exist, activations must be unsharded, and each class must be able to
-    /// [reside](StateLayout::can_reside) in its tier. Early updates need full gradients.
+    /// [reside](StateLayout::can_reside) in its tier. Early updates need
+    /// full gradients and a single microbatch: the gradients of several microbatches are summed in memory.
     pub fn is_possible(&self, num_microbatches: usize) -> bool {
         let can_live = |class| self.can_reside(class, self.of(class).tier, num_microbatches);
         let [parameters, optimizer, activations] =
@@ -235,7 +236,7 @@ impl StateLayout {
             && !activations
             && are_there
             && is_trained != is_absent(StateClass::Optimizer)
-            && (!self.updates_early || self.gradients.portion == Portion::Full)
+            && (!self.updates_early || self.gradients.portion == Portion::Full && num_microbatches == 1)
     }
 }
 

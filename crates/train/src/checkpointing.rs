@@ -51,7 +51,8 @@ pub(crate) struct TrainingState {
     pub(crate) compression: Option<CompressionInfo>,
     #[serde(default)]
     pub(crate) validations: ValidationHistory,
-    /// The gradient norms by which the next steps clip, as bits of f64. Only pipelines that do not drain between steps have them.
+    /// The gradient norms by which the next steps clip, as bits of f64. Only runs that free gradients, and pipelines that do
+    /// not drain between steps, have them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) earlier_norms: Vec<u64>,
     /// By parameter name, the number of updates before the parameter's optimizer state began. Parameters whose state began with the run are

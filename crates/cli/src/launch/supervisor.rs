@@ -151,7 +151,7 @@ impl Supervisor<'_> {
                 // Ctrl-C reaches the workers as well, and may end one before it is seen here.
                 Some((_, AbnormalExit::Signal(SIGINT))) => return self.end_after_signal(SIGINT),
                 Some((rank, death)) => return self.end_after_death(rank, death),
-                None if !self.workers.are_running() => return Ok(()),
+                None if !self.workers.are_running() => return self.end_after_stop(None),
                 None => {}
             }
             match self.next_signal(None) {

@@ -27,9 +27,9 @@ fn the_memory_of_a_run_is_as_planned() {
         "--set parallelism.zero_stage=3 --set activation_checkpoint.mode=selective",
         "--set parallelism.shard_gradients=true --set training.global_batch_size=8",
         "--workers 1 --set optimizer.name=lamb",
-        "--workers 1 --set memory.free_gradients=true --set training.max_norm=0",
+        "--workers 1 --set memory.free_gradients=true --set training.max_norm=0 --set training.global_batch_size=2",
         "--set memory.free_gradients=true --set training.clip_by_previous_norm=true --set parallelism.zero_stage=1 \
-         --set training.dtype=bf16 --set training.reduce_dtype=bf16",
+         --set training.global_batch_size=4 --set training.dtype=bf16 --set training.reduce_dtype=bf16",
         "--set parallelism.zero_stage=3 --set offload.optimizer=host --set offload.parameters=host --set model.num_layers=4 \
          --set offload.activations=host --set training.dtype=bf16",
         "--set parallelism.zero_stage=2 --set offload.optimizer=disk \

@@ -156,7 +156,8 @@ fn waits_for(place: &Place, own: Option<&RankReport>, reports: &[&RankReport]) -
     let Some(operation) = place.operation.as_ref().filter(|operation| is_waiting(operation)) else {
         return Vec::new();
     };
-    let group = |report: &RankReport| report.groups.iter().find(|group| place.is_in(&group.name)).cloned();
+    let is_of_place = |group: &&GroupReport| place.is_in(&group.name) && group.members.contains(&place.rank);
+    let group = |report: &RankReport| report.groups.iter().find(is_of_place).cloned();
     let failure = own.and_then(group).and_then(|group| group.failure);
     match failure {
         Some(failure) if !failure.missing.is_empty() => return failure.missing,

@@ -11,8 +11,10 @@ impl Executor {
     /// Updates a unit with its reduced gradient, and frees the gradient.
     pub(super) fn update_early(&mut self, unit: usize, plan: StepPlan) -> Result<()> {
         self.collect_waiting();
+        let waited = self.waiting.waited;
         self.gradients.finish(unit)?;
         self.await_operations()?;
+        self.timeline.exclude_wait(self.waiting.waited - waited);
         if plan.grad_norm != GradNorm::Off {
             self.sum_unit_squares(unit)?;
         }

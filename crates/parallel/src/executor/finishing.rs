@@ -43,13 +43,13 @@ impl Executor {
         let compression = self.compression_statistics();
         let comm_exposed = waiting.waited;
         let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped, comm_exposed, compression };
-        if self.program.header.state.updates_early {
-            let is_clipped = matches!(plan.grad_norm, GradNorm::Clip(_));
-            self.optimization.previous_norm = norm.filter(|_| is_clipped);
-        }
         match overflow {
             Some((what, value)) => self.back_off(plan.step, what, value)?,
             None => self.optimization.loss_scaler.succeed(),
+        }
+        if self.program.header.state.updates_early {
+            let is_clipped = matches!(plan.grad_norm, GradNorm::Clip(_));
+            self.optimization.previous_norm = norm.filter(|_| is_clipped);
         }
         self.rescale_compressors(loss_scale);
         if skipped.is_some() {

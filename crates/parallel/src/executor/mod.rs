@@ -135,7 +135,7 @@ impl Executor {
     /// halved. With any scale, a step is skipped if its plan says that nothing counts in its loss.
     ///
     /// # Errors
-    /// [`ParallelError::NotFinite`] and [`ParallelError::LossScaleExhausted`], before anything is updated;
+    /// [`ParallelError::NotFinite`] and [`ParallelError::LossScaleExhausted`], before anything is updated unless the layout updates early;
     /// [`ParallelError::TooFewMicrobatches`]; errors of the device, the model and the groups.
     ///
     /// # Panics

@@ -13,6 +13,7 @@ use crate::offload::OffloadOptions;
 use crate::parameters::{RankParameters, ReplicatedParameters};
 use crate::step::{ExecutorOptions, ZeroPlusPlus};
 use std::sync::Arc;
+use trireme_codec::CodecName;
 use trireme_model::{Model, ModelProfile};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, OptimizerOptions};
 use trireme_schedule::lowering::apply_layout;
@@ -67,8 +68,12 @@ impl Executor {
     /// If the program is not valid; errors of devices, groups and disks.
     ///
     /// # Panics
-    /// If the model's parameters belong to another rank, or if there are shards but the program shards no state.
+    /// If the model's parameters belong to another rank, or if there are shards but the program shards no state. If the program updates
+    /// early, but steps may be skipped because of a loss scale, or the gradients are compressed.
     pub fn new(setup: ExecutorSetup<'_>) -> Result<Self> {
+        let is_checked_first = setup.options.loss_scaling != LossScaling::Off
+            || setup.options.compression.codec() != CodecName::None;
+        assert!(!(setup.program.header.state.updates_early && is_checked_first), "updates cannot be early");
         let ExecutorSetup { model, profile, optimizer, ranks, device, program, options, offload } = setup;
         // Without a pipeline, microbatches run one after the other.
         let in_flight_max =

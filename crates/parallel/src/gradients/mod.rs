@@ -326,6 +326,9 @@ impl Gradients {
         if let Some(sum) = state.reducible.take() {
             self.pool.release(sum);
         }
+        if let Some(shard) = &mut state.shard {
+            shard.vector.release();
+        }
     }
 
     /// Returns the gradient with which this rank updates a unit: the gathered gradient, or this rank's shard.

@@ -1,14 +1,11 @@
 //! Layouts that update each unit as soon as its gradient is reduced.
 
-use crate::common::{
-    DEFAULT, Layout, NamedOptimizer, OPTIONS, Pipeline, STEPS, batches, executor_with_layout,
-};
+use crate::common::{DEFAULT, Layout, NamedOptimizer, OPTIONS, STEPS, batches, executor_with_layout};
 use trireme_model::ModelConfig;
 use trireme_optim::OptimizerName;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
-use trireme_schedule::pipeline::ScheduleKind;
 use trireme_schedule::{StateClass, StateLayout, Tier};
-use trireme_tensor::{Category, Precision};
+use trireme_tensor::{BackendKind, Category, DetachedOptions, Precision};
 use trireme_testkit::{run_ranks, small_models};
 
 /// Losses, norms and weights as bits.
@@ -36,12 +33,11 @@ fn weights(executor: &mut Executor) -> Vec<u32> {
 }
 
 /// Returns the results of rank 0, and its peak memory of gradients.
-fn run(config: &ModelConfig, layout: &Layout<'_>, world_size: usize, accumulation: usize) -> (Found, u64) {
+fn run(config: &ModelConfig, layout: &Layout<'_>, world_size: usize) -> (Found, u64) {
     let results = run_ranks(world_size, |group| {
-        let mut executor = executor_with_layout(config, group, 1, accumulation, layout);
-        let num_data =
-            world_size / (layout.tensor * layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks));
-        let found = steps(&mut executor, accumulation * num_data, GradNorm::Measure);
+        let mut executor = executor_with_layout(config, group, 1, 1, layout);
+        let num_data = world_size / layout.tensor;
+        let found = steps(&mut executor, num_data, GradNorm::Measure);
         let peak = executor.device().memory().usage(Category::Gradients).peak;
         ((found, weights(&mut executor)), peak as u64)
     });
@@ -57,7 +53,6 @@ fn early_updates_have_the_bits_of_updates_at_the_end() {
     let folder = tempfile::tempdir().unwrap();
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     let rounded = ExecutorOptions { reduce_dtype: Precision::Bf16, ..bf16 };
-    let pipeline = Pipeline { kind: ScheduleKind::OneFOneB, num_ranks: 2, stages_per_rank: 1 };
     let plain = Layout { folder: folder.path(), ..Layout::default() };
     let shards = StateLayout::zero(1);
     let optimizer = |name| -> NamedOptimizer { (name, DEFAULT) };
@@ -78,9 +73,8 @@ fn early_updates_have_the_bits_of_updates_at_the_end() {
             },
         ),
         (2, Layout { tensor: 2, ..plain.clone() }),
+        (2, Layout { backend: BackendKind::Detached(DetachedOptions::default()), ..plain.clone() }),
         (4, Layout { tensor: 2, num_shards: 2, state: shards, ..plain.clone() }),
-        (2, Layout { pipeline: Some(pipeline), ..plain.clone() }),
-        (4, Layout { pipeline: Some(pipeline), ..plain.clone() }),
         (2, Layout { optimizer: optimizer(OptimizerName::Lamb), ..plain.clone() }),
         (
             2,
@@ -96,17 +90,10 @@ fn early_updates_have_the_bits_of_updates_at_the_end() {
     for config in small_models() {
         let can_run = |layout: &Layout<'_>| config.num_heads.is_multiple_of(layout.tensor);
         for (world_size, layout) in layouts.iter().filter(|(_, layout)| can_run(layout)) {
-            for accumulation in [1, 2] {
-                let (expected, _) = run(&config, layout, *world_size, accumulation);
-                let freed = Layout { state: early(layout.state), ..layout.clone() };
-                let (found, _) = run(&config, &freed, *world_size, accumulation);
-                let name = config.family.name();
-                assert!(
-                    found == expected,
-                    "{name}:{} on {world_size}, {accumulation} microbatches",
-                    freed.state
-                );
-            }
+            let (expected, _) = run(&config, layout, *world_size);
+            let freed = Layout { state: early(layout.state), ..layout.clone() };
+            let (found, _) = run(&config, &freed, *world_size);
+            assert!(found == expected, "{}:{} on {world_size}", config.family.name(), freed.state);
         }
     }
 }
@@ -114,21 +101,23 @@ fn early_updates_have_the_bits_of_updates_at_the_end() {
 #[test]
 fn few_gradients_exist_at_the_same_time() {
     let config = ModelConfig { num_layers: 12, ..small_models()[0].clone() };
-    for world_size in [1, 2] {
-        for options in [
-            OPTIONS,
-            ExecutorOptions { reduce_dtype: Precision::Bf16, precision: Precision::Bf16, ..OPTIONS },
-        ] {
-            let layout = |state| Layout { options, state, ..Layout::default() };
-            let (_, all) = run(&config, &layout(StateLayout::UNSHARDED), world_size, 1);
-            let (_, few) = run(&config, &layout(early(StateLayout::UNSHARDED)), world_size, 1);
-            assert!(few < all / 2, "{few} of {all} bytes on {world_size}");
-        }
+    let rounded = ExecutorOptions { reduce_dtype: Precision::Bf16, precision: Precision::Bf16, ..OPTIONS };
+    let shards = StateLayout::zero(1);
+    for (world_size, num_shards, state, options) in [
+        (1, 1, StateLayout::UNSHARDED, OPTIONS),
+        (2, 1, StateLayout::UNSHARDED, rounded),
+        (2, 2, shards, OPTIONS),
+        (4, 2, shards, rounded),
+    ] {
+        let layout = |state| Layout { options, num_shards, state, ..Layout::default() };
+        let (_, all) = run(&config, &layout(state), world_size);
+        let (_, few) = run(&config, &layout(early(state)), world_size);
+        assert!(few < all / 2, "{few} of {all} bytes on {world_size}, {num_shards} shards");
     }
 }
 
 #[test]
-fn a_step_clips_by_the_norm_of_the_step_before() {
+fn a_step_clips_by_the_norm_of_the_previous_step() {
     let config = &small_models()[0];
     let layout = Layout {
         optimizer: (OptimizerName::Sgd, DEFAULT),

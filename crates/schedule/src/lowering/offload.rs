@@ -45,7 +45,9 @@ fn swap_around(
             None => uses[0].min(last_pass),
         };
         let is_step = matches!(actions[place], Action::Step { .. });
-        let ahead = if is_step && index >= prefetch { ahead.max(last_pass.min(place)) } else { ahead };
+        // Updates at the end of the program do not compete with passes for memory.
+        let ahead =
+            if is_step && index >= prefetch && place > last_pass { ahead.max(last_pass) } else { ahead };
         let previous = uses[..index].iter().rev().find(|&&earlier| actions[earlier].unit() == unit);
         // A gradient can be fetched only after it has been reduced and evicted.
         let reduced = (class == StateClass::Gradients)

@@ -29,7 +29,7 @@ fn any_program() -> impl Strategy<Value = Program> {
                 activations: share(false),
                 gather_ahead: prefetch,
                 keep_gathered,
-                updates_early: is_early && !gradients,
+                updates_early: is_early && !gradients && microbatches == 1,
                 fetch_ahead: prefetch,
                 num_offloaded_units: num_moved,
             };

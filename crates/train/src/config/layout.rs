@@ -134,9 +134,9 @@ config_section! {
         host_budget: ByteLimit = ByteLimit(None);
         /// Which pages of 2 MiB hold tensors: `transparent`, `reserved` or `never` (docs/memory.md).
         huge_pages: HugePages = HugePages::Transparent;
-        /// Updates each unit as soon as its gradient is reduced, and frees the gradient. With one microbatch per step, few
-        /// gradients are in memory at a time; with several, nothing is saved. Without clipping, losses and weights have
-        /// the same bits. A step cannot clip by its own norm: set `[training] max_norm = 0`, or `clip_by_previous_norm =
+        /// Updates each unit as soon as its gradient is reduced, and frees the gradient, so that few gradients are in
+        /// memory at a time. Requires one microbatch per step and worker. Without clipping, losses and weights have the
+        /// same bits. A step cannot clip by its own norm: set `[training] max_norm = 0`, or `clip_by_previous_norm =
         /// true`. If the loss or the norm is not finite, some parameters have been updated already, and the run must
         /// resume from its last checkpoint (docs/memory.md).
         free_gradients: bool = false;

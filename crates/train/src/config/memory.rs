@@ -139,7 +139,7 @@ pub(super) fn may_spill(parallelism: &Parallelism, experts: &Experts, memory: &M
     parallelism.expert_parallel_degree > 1 && has_budget && experts.spill && !is_bounded
 }
 
-pub(super) fn check_free_gradients(checks: &mut Checks<'_>) {
+pub(super) fn check_free_gradients(checks: &mut Checks<'_>, data_parallel_degree: usize) {
     const KEY: &str = "memory.free_gradients";
     let Sections { memory, training, parallelism, comm, optimizer, .. } = &checks.unchecked.sections;
     let (frees_gradients, clips_by_previous) = (memory.free_gradients, training.clip_by_previous_norm);
@@ -169,8 +169,15 @@ pub(super) fn check_free_gradients(checks: &mut Checks<'_>) {
         "f16 skips a step whose gradients overflow, which is known only at its end; use dtype = \"bf16\""
             .to_owned()
     });
-    checks.require(!parallelism.is_asynchronous(), &[KEY, "parallelism.pipeline_parallel_schedule"], || {
-        "a pipeline that does not drain updates early already; use another schedule, or remove free_gradients"
+    let is_accumulated = training.global_batch_size > training.local_batch_size * data_parallel_degree;
+    checks.require(!is_accumulated, &[KEY, "training.global_batch_size"], || {
+        "the gradients of several microbatches are summed in memory, so none could be freed; use a larger \
+         local_batch_size, or remove free_gradients"
+            .to_owned()
+    });
+    let has_pipeline = parallelism.pipeline_parallel_degree > 1;
+    checks.require(!has_pipeline, &[KEY, "parallelism.pipeline_parallel_degree"], || {
+        "a pipeline sums the gradients of several microbatches in memory, so none could be freed; remove free_gradients"
             .to_owned()
     });
     checks.require(comm.compression == CodecName::None, &[KEY, "comm.compression"], || {

@@ -64,7 +64,7 @@ pub(super) fn validate(
     check_parallelism(&mut checks, data_parallel_degree);
     check_expert_shards(&mut checks, data_parallel_degree);
     check_activation_checkpoint(&mut checks);
-    check_free_gradients(&mut checks);
+    check_free_gradients(&mut checks, data_parallel_degree);
     check_huge_pages(&mut checks);
     check_offload(&mut checks, data_parallel_degree);
     check_loss_scale(&mut checks);

@@ -100,13 +100,15 @@ fn an_interrupted_run_has_the_same_bits_in_16_bits() {
 
 #[test]
 fn an_interrupted_run_has_the_same_bits_with_freed_gradients() {
-    let keys = ["memory.free_gradients=true", "training.clip_by_previous_norm=true", "training.max_norm=0.5"];
-    let clipped = check_interrupted_runs(&[(1, 1), (2, 4)], &keys);
-    let unclipped = ["memory.free_gradients=true", "training.max_norm=0"];
+    const BATCH: &str = "training.global_batch_size=4";
+    let keys =
+        [BATCH, "memory.free_gradients=true", "training.clip_by_previous_norm=true", "training.max_norm=0.5"];
+    let clipped = check_interrupted_runs(&[(2, 2)], &keys);
+    let unclipped = [BATCH, "training.max_norm=0", "memory.free_gradients=true"];
     assert!(
-        check_interrupted_runs(&[(1, 2)], &unclipped) == check_interrupted_runs(&[(1, 2)], &unclipped[1..])
+        check_interrupted_runs(&[(2, 2)], &unclipped) == check_interrupted_runs(&[(2, 1)], &unclipped[..2])
     );
-    assert!(clipped != check_interrupted_runs(&[(1, 2)], &["training.max_norm=0.5"]));
+    assert!(clipped != check_interrupted_runs(&[(2, 1)], &[BATCH, "training.max_norm=0.5"]));
 }
 
 /// Each seed gives another order of kernels and copies, and another run.

@@ -3,6 +3,7 @@ use crate::CommError;
 use crate::call::Call;
 use crate::control::Control;
 use crate::transport::check_control_bytes;
+use std::mem::ManuallyDrop;
 use trireme_base::{DType, Rank};
 use trireme_schedule::collective::all_gather_pairwise;
 
@@ -33,7 +34,7 @@ impl LinkTransport {
             ranges.push(end..end + len);
             end += len;
         }
-        let mut vector = std::mem::take(&mut self.vector);
+        let mut vector = ManuallyDrop::new(std::mem::take(&mut self.vector));
         let gathered = reserve(&mut vector, end)?;
         gathered[ranges[own].clone()].copy_from_slice(&blocks[own]);
         self.steps.clear();
@@ -44,7 +45,7 @@ impl LinkTransport {
                 *block = gathered[place].to_vec();
             }
         }
-        self.vector = vector;
+        self.vector = ManuallyDrop::into_inner(vector);
         result
     }
 }

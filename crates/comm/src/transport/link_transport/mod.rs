@@ -25,6 +25,7 @@ use crate::{CommError, GroupOptions};
 use exchange::Exchange;
 pub(crate) use frame_transfer::{Incoming, Outgoing, ReceiveError};
 pub(crate) use memories::Memories;
+use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{DType, Rank};
@@ -50,6 +51,7 @@ pub(crate) struct LinkTransport {
     /// The steps of the current operation. Later operations reuse the list's memory.
     steps: Vec<Step>,
     phases: Vec<Phase>,
+    /// Like `vector`, taken while an operation uses it, and not dropped if that panics, because MPI may still access it.
     scratch: Vec<CacheLine>,
     /// A full vector for out-of-place operations without a full output.
     vector: Vec<CacheLine>,
@@ -203,12 +205,12 @@ impl LinkTransport {
         control: &mut Control,
     ) -> Result<(), CommError> {
         let (dtype, _) = call.operation.elements();
-        let mut scratch = std::mem::take(&mut self.scratch);
+        let mut scratch = ManuallyDrop::new(std::mem::take(&mut self.scratch));
         let scratch_bytes = reserve(&mut scratch, scratch_len(&self.steps) * dtype.size())?;
         let mut memories = Memories::new(vector.bytes(), dtype, call.operation.reduction());
         (memories.first, memories.scratch) = (first * dtype.size(), scratch_bytes);
         let result = self.run_steps(call, &mut memories, control);
-        self.scratch = scratch;
+        self.scratch = ManuallyDrop::into_inner(scratch);
         result
     }
 
@@ -234,7 +236,7 @@ impl LinkTransport {
         if has_own_only && call.operation.output_is_block() {
             return self.in_place(call, output, own.start, algorithm, control);
         }
-        let mut vector = std::mem::take(&mut self.vector);
+        let mut vector = ManuallyDrop::new(std::mem::take(&mut self.vector));
         let is_full = output.len() == len * dtype.size();
         let mut full_vector = if is_full {
             output.part(0..len * dtype.size())
@@ -251,7 +253,7 @@ impl LinkTransport {
             let block: &[u8] = bytemuck::cast_slice(&vector);
             output.bytes().copy_from_slice(&block[own_bytes]);
         }
-        self.vector = vector;
+        self.vector = ManuallyDrop::into_inner(vector);
         result
     }
 
@@ -295,7 +297,7 @@ impl LinkTransport {
                 all_to_all_variable_by_hosts(self.rank, &self.hosts, lens, &mut self.steps);
             }
         }
-        let mut scratch = std::mem::take(&mut self.scratch);
+        let mut scratch = ManuallyDrop::new(std::mem::take(&mut self.scratch));
         // Large enough for any block lengths of these vectors, so that it does not grow in later operations.
         let (len, room) =
             (scratch_len(&self.steps) * dtype.size(), input.bytes().len() + output.bytes().len());
@@ -303,7 +305,7 @@ impl LinkTransport {
         let mut memories = Memories::new(output.bytes_mut(), dtype, None);
         (memories.input, memories.scratch) = (input.bytes(), scratch_bytes);
         let result = self.run_steps(call, &mut memories, control);
-        self.scratch = scratch;
+        self.scratch = ManuallyDrop::into_inner(scratch);
         result
     }
 
