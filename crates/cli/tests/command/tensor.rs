@@ -59,7 +59,7 @@ fn degrees_that_cannot_be_are_refused_before_a_worker_starts() {
             format!("--workers 4 --set {DEGREE}=2 --set parallelism.pipeline_parallel_degree=3"),
             ["the pipeline degree 3 times the tensor degree 2 = 6", "use 6 workers"],
         ),
-        (format!("--workers 16 --set {DEGREE}=16"), ["16 ranks cannot cut", "; nearest possible degree: "]),
+        (format!("--workers 16 --set {DEGREE}=16"), ["16 ranks cannot split", "; nearest possible degree: "]),
         (
             format!("--workers 4 --set {CONTEXT}=4 --set training.seq_len=17"),
             ["17 is not a multiple of 8", "use 16 or 24"],
