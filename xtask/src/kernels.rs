@@ -85,8 +85,8 @@ fn kernels(root: &Path) -> Result<Vec<Kernel>> {
     // A kernel with several methods is described by the first of them.
     kernels.sort_by(|left: &Kernel, right| left.name.cmp(&right.name));
     kernels.dedup_by(|later, earlier| later.name == earlier.name);
-    for Kernel { name, element_types: elements, .. } in &kernels {
-        ensure!(!elements.is_empty(), "the types of the elements of the kernel `{name}` are not known");
+    for Kernel { name, element_types, .. } in &kernels {
+        ensure!(!element_types.is_empty(), "the types of the elements of the kernel `{name}` are not known");
     }
     Ok(kernels)
 }

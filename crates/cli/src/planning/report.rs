@@ -38,7 +38,7 @@ struct ProductOperations {
     forward: u64,
     recomputation: u64,
     backward: u64,
-    /// Products of optimizer updates, such as those of Muon.
+    /// Optimizer updates. Only Muon has matrix products.
     update: u64,
 }
 

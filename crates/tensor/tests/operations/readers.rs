@@ -36,6 +36,10 @@ fn random(device: &Device, shape: impl Into<Shape>, name: &str) -> Tensor {
     values
 }
 
+fn rms_norm(weight: ParameterSpan) -> Arc<Norm> {
+    Arc::new(Norm { weight, bias: None, weight_offset: 0.0, epsilon: 1e-3, is_centered: false })
+}
+
 /// Returns a rotary attention with one head of four elements.
 fn rotary_attention(device: &Device, seq_len: usize) -> Arc<Attention> {
     let rotary = Some(Arc::new(RotaryTable::new(device, seq_len, &[1.0, 0.25], 1.0).unwrap()));
@@ -59,13 +63,7 @@ fn a_value_with_several_readers() {
     let [first, left] = [first, left].map(|weight| linear(weight, InputActivation::Identity));
     // The backward of this layer computes in the memory of its input.
     let right = linear(right, InputActivation::Elementwise(Activation::Gelu));
-    let norm = Arc::new(Norm {
-        weight: norm_weight,
-        bias: None,
-        weight_offset: 0.0,
-        epsilon: 1e-3,
-        is_centered: false,
-    });
+    let norm = rms_norm(norm_weight);
     let reference = |inputs: &[Vec<f64>], parameters: &[f64]| {
         let square = cols * cols;
         let [first, left, right] = [0, 1, 2].map(|place| &parameters[place * square..(place + 1) * square]);
@@ -158,13 +156,7 @@ fn values_and_gradients_of_two_types() {
         let (layout, activation) = (WeightLayout::InputsFirst, InputActivation::Identity);
         Arc::new(Linear { weight, layout, bias: None, activation })
     };
-    let norm = Arc::new(Norm {
-        weight: norm_weight,
-        bias: None,
-        weight_offset: 0.0,
-        epsilon: 1e-3,
-        is_centered: false,
-    });
+    let norm = rms_norm(norm_weight);
     let (first, head) = (linear(first), Arc::new(LossHead { weight: second, soft_cap: None }));
     let reference = |inputs: &[Vec<f64>], parameters: &[f64]| {
         let (first, rest) = parameters.split_at(cols * cols);

@@ -3,7 +3,7 @@
 use super::checks::{Checks, changed_keys};
 use super::choice::{ActivationCheckpointMode, DeviceName, Fp8, HugePages, QuantizedGradients, Tier};
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
-use super::sections::{Experts, Sections};
+use super::sections::{Experts, Sections, Training};
 use trireme_codec::CodecName;
 use trireme_schedule::{Portion, StateClass, StateLayout, Tier as StateTier};
 use trireme_tensor::Precision;
@@ -139,6 +139,11 @@ pub(super) fn may_spill(parallelism: &Parallelism, experts: &Experts, memory: &M
     parallelism.expert_parallel_degree > 1 && has_budget && experts.spill && !is_bounded
 }
 
+/// Returns whether a worker sums the gradients of several microbatches in a step.
+fn accumulates(training: &Training, data_parallel_degree: usize) -> bool {
+    training.global_batch_size > training.local_batch_size * data_parallel_degree
+}
+
 pub(super) fn check_free_gradients(checks: &mut Checks<'_>, data_parallel_degree: usize) {
     const KEY: &str = "memory.free_gradients";
     let Sections { memory, training, parallelism, comm, optimizer, .. } = &checks.unchecked.sections;
@@ -169,7 +174,7 @@ pub(super) fn check_free_gradients(checks: &mut Checks<'_>, data_parallel_degree
         "f16 skips a step whose gradients overflow, which is known only at its end; use dtype = \"bf16\""
             .to_owned()
     });
-    let is_accumulated = training.global_batch_size > training.local_batch_size * data_parallel_degree;
+    let is_accumulated = accumulates(training, data_parallel_degree);
     checks.require(!is_accumulated, &[KEY, "training.global_batch_size"], || {
         "the gradients of several microbatches are summed in memory, so none could be freed; use a larger \
          local_batch_size, or remove free_gradients"
@@ -220,7 +225,7 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, data_parallel_degree: usize
         });
     }
     let training = &checks.unchecked.sections.training;
-    let is_accumulated = training.global_batch_size > training.local_batch_size * data_parallel_degree;
+    let is_accumulated = accumulates(training, data_parallel_degree);
     checks.require(
         gradients != Tier::Disk || !is_accumulated,
         &["offload.gradients", "training.global_batch_size"],
