@@ -130,7 +130,7 @@ pub(crate) trait HostSide: Send {
     fn return_to_owner(self: Box<Self>);
 }
 
-/// A range of bytes of `B`. The copy moves `B` to `returned` when it has run.
+/// A host buffer whose bytes `range` are lent to a copy. After the copy, the buffer is stored in `returned`.
 struct Lent<B: HostMemory> {
     memory: Pending<B>,
     range: Range<usize>,

@@ -9,7 +9,7 @@ use crate::view::{View, ViewMut};
 use trireme_base::{Cost, DType, Positions};
 
 kernel_calls! {
-    /// Normalization, embedding and cross-entropy. Gradients of embedding tables are always added.
+    /// Normalization, embedding and cross-entropy. Gradients of embedding tables are always accumulated.
     LayerCall {
         /// Normalizes each row of `x`, `[rows, cols]`. Weight and bias are `[cols]`, `statistics` is `[rows, 2]`.
         pub(crate) fn norm => Norm {

@@ -50,7 +50,7 @@ pub(crate) enum Access {
     Write,
 }
 
-/// A call, or an argument of a call. An argument that is no operand has none.
+/// A call, or an argument of a call, with the operands that it contains. Arguments such as numbers contain none.
 pub(crate) trait Operands: Sized {
     /// Returns a copy in which each operand is replaced by the result of `replace`.
     fn with_operands(&self, replace: &mut Replace<'_>) -> Self;
@@ -181,9 +181,9 @@ macro_rules! array_structs {
 use array_structs;
 
 /// Defines the calls of an area. Each `fn` becomes a method of `Device` with the given parameters. The method converts them to the
-/// arguments of a call, runs the statements after the semicolon, in which views are operands already, to check the arguments, and issues
-/// the call. Calls of the second list are issued by methods in `device/`, which allocate scratch memory, choose between kernels, or convert
-/// what [`IntoArgument`] does not.
+/// arguments of a call, checks the arguments, and issues the call. The statements after the semicolon are the checks; they see operands
+/// instead of views. Calls of the second list are issued by methods in `device/`, which allocate scratch memory, choose between kernels, or
+/// convert parameters that do not implement [`IntoArgument`].
 macro_rules! kernel_calls {
     (
         $(#[$attribute:meta])*

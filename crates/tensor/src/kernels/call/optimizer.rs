@@ -15,8 +15,8 @@ use trireme_base::{Cost, DType};
 kernel_calls! {
     /// Optimizer updates.
     OptimizerCall {
-        /// Adds the two sums of each piece (`sums`, f64 `[pieces, 2]`) over the pieces of each run. Writes the first sums of all runs,
-        /// followed by their second sums if `out` (f64) has room for both.
+        /// Reduces the two sums of each piece (`sums`, f64 `[pieces, 2]`) to two sums per run. Writes the first sums of all runs to `out`
+        /// (f64), followed by their second sums if `out` has room for both.
         ///
         /// # Panics
         /// If `out` has room for neither one nor two sums per run.

@@ -101,8 +101,8 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// Computes `out[i]`, the sum of the rows `P(table[id])` of bag `i`, times its factor. Panics if an id is not the index of a row of the
-    /// table.
+    /// Computes `out[i]`: the sum of the rows `table[id]` of bag `i`, each rounded to `P`, times the bag's factor. Panics if an id is not
+    /// the index of a row of the table.
     pub(crate) fn embedding_bag<T: Element, P: Element>(
         &self,
         bags: Bags<&[u32]>,
@@ -133,8 +133,8 @@ impl Cpu {
         });
     }
 
-    /// Computes `out[i] = P(table[ids[i]]) + P(positions[at(i % at.len())])` for sequences of length `at.len()`. `out` is `ids.len() x
-    /// cols`. Panics if there are no ids, or if an id or a position is not the index of a row of its table.
+    /// Computes `out[i] = table[ids[i]] + positions[at.at(i % at.len())]` for sequences of length `at.len()`. Both rows are rounded to `P`
+    /// first. `out` is `ids.len() x cols`. Panics if there are no ids, or if an id or a position is not the index of a row of its table.
     pub(crate) fn embedding<T: Element, P: Element>(
         &self,
         ids: &[u32],

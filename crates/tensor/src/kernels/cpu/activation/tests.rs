@@ -12,7 +12,7 @@ const EDGES: [f32; 26] = [
     -88.5, 89.0, -89.0, 104.5, -104.5, 6e4, -6e4, 1e30, -1e30, 3e38,
 ];
 
-/// The edge cases that an element type represents, and random values: more than two tasks, and a remainder.
+/// Returns the finite edge cases, followed by random values: enough for more than two tasks, the last one shorter.
 fn values<T: Element>(name: &str) -> Vec<T> {
     let random: Vec<f32> =
         random(if cfg!(miri) { 70 } else { 40_007 }, name).iter().map(|x| 4.0 * x).collect();

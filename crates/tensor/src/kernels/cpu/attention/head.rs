@@ -43,7 +43,7 @@ impl<'a, T: Element> Scratch<'a, T> {
 }
 
 for_each_simd_level! {
-    /// Converts the scores of a block, rows of `num_keys`, raw or capped, into `weights`. Updates the softmax state `rows`.
+    /// Computes the softmax `weights` of raw or capped `scores`, both in rows of `num_keys`. Updates the softmax state `rows`.
     fn softmax_block<T: Element>(scores: &mut [f32], pair: BlockPair<'_>, scale: f32, rows: &mut [OnlineSoftmaxRow], weights: &mut [T]) {
         // Two passes, so that a row does not wait for results of the previous row.
         for (index, (row, scores)) in rows.iter_mut().zip(scores.chunks_exact_mut(pair.num_keys)).enumerate() {
@@ -197,7 +197,7 @@ impl Head<'_> {
         })
     }
 
-    /// Returns the factor of scores after [`cap`](Head::cap).
+    /// Returns the factor of scores in the softmax: the rule's scale, or 1 with a soft cap, because [`cap`](Head::cap) applies the scale.
     fn scale(&self) -> f32 {
         let AttentionRule { scale, soft_cap, .. } = self.mask.scope.rule;
         if soft_cap.is_some() { 1.0 } else { scale }
@@ -334,7 +334,7 @@ fn as_matrix<T: Element>(values: &[T], cols: usize) -> Matrix<'_> {
 
 /// The results of forward for one block of queries.
 pub(super) struct ForwardRows<'a> {
-    /// Output rows of the dim of a value.
+    /// Output rows, as long as a value.
     pub(super) out: &'a mut [f32],
     /// The logarithm of each row's sum of exponentials.
     pub(super) log_sums: &'a mut [f32],

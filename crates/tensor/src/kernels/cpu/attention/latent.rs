@@ -10,7 +10,7 @@ use crate::kernels::cpu::{Cpu, SharedSlice};
 pub struct LatentHeadShape {
     /// Number of heads, equal for queries, keys and values.
     pub num_heads: usize,
-    /// Dim of the part of a query or key without position.
+    /// Dim of the part of a query or key that is not rotated.
     pub plain_dim: usize,
     /// Dim of the rotary part; even.
     pub rotary_dim: usize,

@@ -124,7 +124,7 @@ impl<T: Element> RowDestination<'_, T> {
         true
     }
 
-    /// Writes rows of `dim` elements, rounded, or replaces the sums that [`load`](RowDestination::load) has returned.
+    /// Writes rows of `dim` elements: rounded, or as f32 sums that replace the sums read by [`load`](RowDestination::load).
     ///
     /// # Safety
     /// No other code accesses these rows.
@@ -256,8 +256,8 @@ impl Cpu {
         });
     }
 
-    /// Returns the f32 elements of scratch memory that attention needs. Per thread: blocks of scores, a block of outputs, packed keys and
-    /// values of a head, and in backward the gradient sums of a key-value head. `num_earlier` is the number of cached positions.
+    /// Returns the number of f32 elements of scratch memory that attention needs. Per thread: blocks of scores, a block of outputs, packed
+    /// keys and values of a head, and in backward the gradient sums of a key-value head. `num_earlier` is the number of cached positions.
     pub(crate) fn attention_scratch<T: Element>(
         &self,
         shape: AttentionShape,
@@ -267,7 +267,7 @@ impl Cpu {
         self.threads.num_threads() * self.scratch_len::<T>(shape, num_earlier, backward)
     }
 
-    /// Returns the f32 elements of scratch memory of one thread.
+    /// Returns the number of f32 elements of scratch memory of one thread.
     fn scratch_len<T: Element>(&self, shape: AttentionShape, num_earlier: usize, backward: bool) -> usize {
         let (micro, dims) =
             (MicroKernel::new(self.simd_level, T::PRECISION), [shape.head_dim, shape.value_dim]);

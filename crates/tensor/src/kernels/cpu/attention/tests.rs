@@ -30,7 +30,7 @@ const fn shape(
     }
 }
 
-/// In ascending order: around a block of queries, more than a block of keys, odd and common head dims, grouped heads.
+/// Small cases first: around a block of queries, more than a block of keys, odd and common head dims, grouped heads.
 const SHAPES: [AttentionShape; 11] = [
     shape(1, 1, 1, 1, 1),
     shape(2, 3, 2, 1, 3),

@@ -20,7 +20,7 @@ const fn plain(rows: usize, cols: usize, width: usize) -> Case {
     Case { rows, cols, width, deviation: 3.0, scale: 0.5 }
 }
 
-/// In ascending order: chunk widths around the register width, and of one column; several tasks of rows; logits that hardly differ, are
+/// Small cases first: chunk widths around the register width, and of one column; several tasks of rows; logits that hardly differ, are
 /// subnormal, or differ by more than an exponential can represent.
 const CASES: [Case; 14] = [
     plain(1, 1, 1),

@@ -30,7 +30,7 @@ const fn case(vocabulary: usize, cols: usize, sequences: usize, seq_len: usize) 
     Case { vocabulary, cols, sequences, seq_len, first_position: 0 }
 }
 
-/// In ascending order: a table of one row, which receives all gradients; widths around those of registers and tasks; more positions than
+/// Small cases first: a table of one row, which receives all gradients; widths around those of registers and tasks; more positions than
 /// one task has.
 const CASES: [Case; 9] = [
     case(1, 1, 1, 1),

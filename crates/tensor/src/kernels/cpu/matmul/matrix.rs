@@ -66,14 +66,14 @@ impl fmt::Display for MatmulSizes {
     }
 }
 
-/// Values to which a result, or a part of it, is added.
+/// Values that are added to a product, or to a tile of a product.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Epilogue<'a> {
-    /// Whether the result is added to the destination's values, which are f32; otherwise it replaces them.
+    /// Whether the product is added to the destination's values, which are f32; otherwise it replaces them.
     pub(crate) accumulate: bool,
     /// One value per column.
     pub(crate) bias: Option<&'a [f32]>,
-    /// Starts at the first element and has the row stride of the result.
+    /// One value per element, from the first element of the result or tile on, with the row stride of the result.
     pub(crate) residual: Option<&'a [f32]>,
 }
 

@@ -41,7 +41,7 @@ use tile::{TILE_COLS, TILE_ROWS, rounded_tile};
 const PACKED_COLS: usize = 2048;
 
 impl Cpu {
-    /// Returns the 32-bit words of scratch memory that [`Cpu::matmul`] needs.
+    /// Returns the number of 32-bit words of scratch memory that [`Cpu::matmul`] needs.
     pub(crate) fn matmul_scratch(&self, precision: Precision, size: MatmulSizes, left: Matrix<'_>) -> usize {
         let micro = MicroKernel::new(self.simd_level, precision);
         let left = if packs_left(micro, size, left) { PackedLeft::num_words(micro, size) } else { 0 };

@@ -6,7 +6,7 @@ use super::pack::{self, PanelSpan};
 use crate::kernels::cpu::SharedSlice;
 use std::ops::Range;
 
-/// A packed right operand, ordered by block of the inner dim, then by panel of columns. A panel consists of rows of its width.
+/// A packed right operand, ordered by block of the inner dim, then by panel of columns. A panel consists of rows of `micro.cols` words.
 #[derive(Clone, Copy)]
 pub(crate) struct RightPanels<'a> {
     pub(super) micro: MicroKernel,
@@ -57,7 +57,7 @@ impl<'a> RightPanels<'a> {
         block.expect("a product cuts its inner dim as its factors do").1
     }
 
-    /// Returns the first `len` words of the panel that begins at column `col`, in a block given by its first word and length.
+    /// Returns the first `len` rows of the panel that begins at column `col`, in a block given by its first word and length.
     pub(super) fn panel(&self, block: (usize, usize), len: usize, col: usize) -> &'a [u32] {
         assert!(len <= block.1 && self.first_col + col < self.cols);
         let offset = panel_offset(self.micro, self.cols, block, self.first_col + col);

@@ -24,7 +24,7 @@ const fn plain(rows: usize, cols: usize, is_centered: bool) -> Case {
     Case { rows, cols, is_centered, mean: 0.0, deviation: 1.0 }
 }
 
-/// In ascending order: several tasks of rows, several blocks of columns; values that are far from zero, hardly differ, are subnormal or
+/// Small cases first: several tasks of rows, several blocks of columns; values that are far from zero, hardly differ, are subnormal or
 /// have large squares.
 const CASES: [Case; 14] = [
     plain(1, 1, false),

@@ -23,8 +23,8 @@ pub(crate) struct OrthogonalizeScratch<'a> {
     pub(crate) words: &'a mut [u32],
 }
 
-/// The sizes and operands of the three matmuls of an iteration. The Gram matrix has the shorter side: `X Xᵀ` for wide matrices, `Xᵀ X` for
-/// tall ones.
+/// The sizes and operands of the three matmuls of an iteration. The Gram matrix is the smaller of the two: `X Xᵀ` for wide matrices, `Xᵀ X`
+/// for tall ones.
 struct NewtonSchulzMatmuls {
     rows: usize,
     cols: usize,
@@ -64,7 +64,7 @@ impl NewtonSchulzMatmuls {
 }
 
 impl Cpu {
-    /// Returns the words of scratch memory in which [`Cpu::orthogonalize`] packs operands.
+    /// Returns the number of words of scratch memory in which [`Cpu::orthogonalize`] packs operands.
     pub(crate) fn orthogonalize_scratch(&self, precision: Precision, [rows, cols]: [usize; 2]) -> usize {
         let (matmuls, none) = (NewtonSchulzMatmuls { rows, cols }, Floats::F32(&[]));
         let square = Matrix::row_major(none, matmuls.side(), false);
@@ -84,8 +84,8 @@ impl Cpu {
     ) {
         let OrthogonalizeScratch { gram, polynomial, product, words } = scratch;
         let matmuls = NewtonSchulzMatmuls { rows, cols };
-        // Divides by the largest element first, so that squares do not overflow. A subnormal element would have an infinite inverse; the
-        // momentum of a matrix without gradients decays to such elements.
+        // Divides by the largest element first, so that squares do not overflow. If it is subnormal, its inverse may be infinite, so the
+        // matrix becomes zero. The momentum of a matrix without gradients decays to such elements.
         let largest = matrix.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
         let inverse = if largest >= f32::MIN_POSITIVE { 1.0 / largest } else { 0.0 };
         self.scale(matrix, inverse);

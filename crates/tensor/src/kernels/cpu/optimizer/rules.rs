@@ -124,8 +124,8 @@ pub enum Update {
     FrozenAdam(AdamWStep),
     /// The second half of [`Update::FrozenAdam`]: the gradient is already the new first moment; states as for AdamW. No sums.
     FrozenAdamFromMomentum(AdamWStep),
-    /// The first half of [`Update::FrozenAdam`]: the gradients are passed as the parameters and become the new first moment; state: first
-    /// moment, which is unchanged. No sums, no other gradients.
+    /// The first half of [`Update::FrozenAdam`]: overwrites the gradients, which are passed in place of the parameters, with the new first
+    /// moment; state: first moment, which is only read. Does not read `grads`. No sums.
     FrozenAdamMomentum(AdamWStep),
     /// SGD; state: velocity. No sums.
     Momentum(MomentumStep),

@@ -14,7 +14,7 @@ pub struct LeafRun {
 }
 
 impl LeafRun {
-    /// Adds one of the two sums of each piece in the order of the tree; 0 without pieces.
+    /// Returns the total of sum `which` (0 or 1) of each piece, added in the order of the tree; 0 without pieces.
     pub(crate) fn sum(&self, of_pieces: &[[f64; 2]], which: usize) -> f64 {
         let leaves = self.first_leaf..self.first_leaf + self.pieces.len();
         let mut leaf = |leaf: usize| of_pieces[self.pieces.start + leaf - self.first_leaf][which];
