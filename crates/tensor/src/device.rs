@@ -354,9 +354,9 @@ impl Device {
         &self.counter
     }
 
-    /// Counts the host memory in use for staging vectors of this device on their way to other ranks. The same counter as
-    /// [`memory`](Device::memory) if kernels reach the host's memory. [`pinned_memory`](Device::pinned_memory) is counted in the host
-    /// device's `memory` instead.
+    /// Returns the counter of the host memory in which vectors of this device are staged on their way to other ranks. If kernels reach the
+    /// host's memory, it is the same counter as [`memory`](Device::memory). [`pinned_memory`](Device::pinned_memory) is counted in the
+    /// `memory` of the host device instead.
     pub fn staging(&self) -> &MemoryCounter {
         &self.staging
     }

@@ -101,7 +101,7 @@ pub(crate) enum LinearOperand {
     /// The layer's input.
     Input,
     Weight,
-    /// Gradient of the matmul's result, to which bias and residual are added.
+    /// Gradient of the layer's output, and thus of the matmul's result: bias and residual do not change it.
     OutputGrad,
 }
 

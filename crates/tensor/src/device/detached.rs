@@ -161,7 +161,7 @@ impl Backend for Detached {
         let ended = Arc::clone(&has_run);
         let position = queue.copy(stream, move |cpu| {
             device.copy(cpu, host.bytes());
-            // Set before the host memory is returned, whose owner may then issue kernels before the event completes.
+            // Set first: once the host memory is returned, its owner may issue kernels before the event completes.
             ended.store(true, Ordering::Release);
             host.return_to_owner();
         });

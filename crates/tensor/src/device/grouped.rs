@@ -67,7 +67,7 @@ impl Device {
     /// product to the group's block of `out` (`[num_groups * m, n]`, f32), or adds it. Precision and `starts` are as for
     /// [`grouped_matmul`](Device::grouped_matmul). A group without rows gives zeros. If `groups` splits each group into `k` parts, the
     /// products of the parts are added in the canonical order of a reduction over `k` ranks: with `p` the largest power of two up to `k`,
-    /// the first `k - p` pairs of neighbours are added first, and a binary tree then adds the remaining `p` partial sums.
+    /// the first `k - p` pairs of neighbors are added first, and a binary tree then adds the remaining `p` partial sums.
     ///
     /// Cost: `2 rows m n` floating-point operations; `num_groups m n` more for each part of a group after the first.
     ///

@@ -29,9 +29,10 @@ impl CallTimer {
         }
     }
 
-    /// Starts timing. The first call of each kernel with given shapes is repeated for `duration`, at least three times, if its name and
-    /// shapes contain `only`. Operands are restored after the repetitions, and the program then runs the call once. `report` is called
-    /// after each timed call and must not use this timer. Kernels of [hosts](super::Device::host) are not timed.
+    /// Starts timing kernels whose name and shapes contain `only`. The first call of each kernel with given shapes is repeated for
+    /// `duration`, at least three times unless that takes over a second. Operands are restored after the repetitions, and the program then
+    /// runs the call once. `report` is called after each timed call and must not use this timer. Kernels of [hosts](super::Device::host)
+    /// are not timed.
     pub fn start(&self, duration: Duration, only: &str, report: impl FnMut(&TimedCall) + Send + 'static) {
         let (only, report) = (only.to_owned(), Box::new(report));
         *self.lock() = Some(Timings { duration, only, report, places: BTreeMap::new(), calls: Vec::new() });

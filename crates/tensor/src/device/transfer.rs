@@ -69,7 +69,8 @@ impl Device {
     }
 
     /// Copies device memory asynchronously into the host memory `to`, starting at byte `at`. The copy starts when all kernels issued so far
-    /// have run and an earlier copy that uses `to` has completed. Later kernels run concurrently, unless kernels run during their calls.
+    /// have run and an earlier copy that uses `to` has completed. It runs concurrently with later kernels, except on backends that run
+    /// kernels during the call.
     ///
     /// # Panics
     /// If the bytes do not fit.

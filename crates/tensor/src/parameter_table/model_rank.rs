@@ -210,8 +210,7 @@ impl ParameterTable {
         })
     }
 
-    /// Returns the number of items, such as heads, on this rank of the tensor axis if `len` items are split in the same way as a dim of a
-    /// parameter, including padding.
+    /// Returns the number of items, such as heads, that this rank of the tensor axis gets if `cut` splits `len` items, including padding.
     ///
     /// # Panics
     /// If the items cannot be split. [`check_tensor_degree`](ParameterTable::check_tensor_degree) refuses such degrees for the

@@ -9,8 +9,8 @@
 //! # Shards of parameters
 //! A model declares only how each parameter is split. [`ParameterTable::add`](crate::ParameterTable::add) returns the span of this rank's
 //! shard, with its place in the full span ([`SpanShard`](crate::parameter_table::SpanShard)), and operations derive their communication
-//! from it: [`Linear`](super::Linear) from the dim that is split, [`Embedding`](super::Embedding) and [`LossHead`](super::LossHead) from
-//! their rows.
+//! from it: [`Linear`](super::Linear) from the split dim, [`Embedding`](super::Embedding) and [`LossHead`](super::LossHead) from the range
+//! of rows.
 //!
 //! # Shardings of values
 //! The tape records the [`Sharding`] of each value. It gathers rows before an operation that does not [accept sharded

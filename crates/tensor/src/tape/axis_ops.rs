@@ -75,9 +75,9 @@ pub trait AxisOps: fmt::Debug + Send + Sync {
     /// As [`start`](AxisOps::start).
     fn gather_numbers(&self, own: &[u32]) -> Result<Vec<u32>>;
 
-    /// Starts an all-to-all of rows: sends the elements of `values` that `runs` lists to every rank and receives from every rank. Starts as
-    /// many messages as fit into buffers whose size does not depend on the expert loads; [`send_rest`](AxisOps::send_rest) sends the
-    /// others.
+    /// Starts an all-to-all of rows: sends to every rank the elements of `values` that `runs` lists for it, and receives from every rank.
+    /// Starts as many messages as fit into buffers whose size does not depend on the expert loads; [`send_rest`](AxisOps::send_rest) sends
+    /// the others.
     ///
     /// # Errors
     /// As [`start`](AxisOps::start).

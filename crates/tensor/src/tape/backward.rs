@@ -312,7 +312,8 @@ impl<'a> BackwardContext<'a> {
         self.tape.values[self.argument(index)].dtype
     }
 
-    /// Returns an input for the input half to compute in place: its own memory if there is no other reader, else a copy.
+    /// Returns an input for the input half to compute in place: its own memory, or a copy if it has another reader or is an input of the
+    /// tape.
     ///
     /// # Errors
     /// If there is no memory for the copy.

@@ -20,7 +20,7 @@ impl OperationContext<'_> {
     }
 
     /// Returns the experts that are replicated on all ranks of the expert axis. Panics like
-    /// [`expert_axis_ops`](OperationContext::expert_axis).
+    /// [`expert_axis_ops`](OperationContext::expert_axis_ops).
     pub(super) fn shadowed_experts(&self) -> &ShadowedExperts {
         &self.expert_axis().shadowed
     }
@@ -113,8 +113,8 @@ impl OperationContext<'_> {
         Ok(scalar)
     }
 
-    /// Sums the f32 elements of `values`, divided by `divisor`, and [adds](OperationContext::add_loss) the sum over `num_rows` rows to the
-    /// loss.
+    /// Sums the f32 elements of `values`, divided by `divisor`, and passes the sum and `num_rows` to
+    /// [`add_loss`](OperationContext::add_loss).
     pub(super) fn add_sum_to_loss(&mut self, values: View<'_>, divisor: f64, num_rows: usize) -> Result<()> {
         let mut sum = self.empty([1], DType::F64)?;
         self.device().sum_elements(values, divisor, sum.view_mut());

@@ -2,8 +2,8 @@
 //!
 //! Ranks of the axis have different experts and are otherwise data-parallel. A unit has the same layout on all of them, so flat buffers,
 //! shards and messages are alike. In the crate `parallel`, `RankGrid::state_of` returns the ranks that reduce, shard and save the state of
-//! a unit: all data-parallel ranks for units without experts, and the ranks with the same experts for the others. Parameters of such a unit
-//! that belong to no expert are first summed over the axis (`ReplicatedParameters`).
+//! a unit: all data-parallel ranks for units without experts, and the ranks with the same experts for the others. In a unit with experts,
+//! the gradients of parameters that belong to no expert are first summed over the axis (`ReplicatedParameters`).
 //!
 //! # Operations of a layer
 //! Without the axis, [`GroupRows`](super::GroupRows) sorts the choices of all tokens by expert, and [`GroupedLinear`](super::GroupedLinear)

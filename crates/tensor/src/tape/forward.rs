@@ -255,8 +255,8 @@ impl ForwardContext<'_> {
         self.value(index).tensor().view()
     }
 
-    /// Returns the memory of an input for the operation to overwrite, or `None` if another operation still reads it. If backward of
-    /// this operation reads the input, it sees the new contents.
+    /// Returns the memory of an input for the operation to overwrite. Returns `None` if another operation still reads the input, if it is
+    /// an input of the tape, or if it can be recomputed. If backward of this operation reads the input, it sees the new contents.
     pub fn input_mut(&mut self, index: usize) -> Option<ViewMut<'_>> {
         let Argument { value, is_last } = *self.argument(index);
         let value = &mut self.tape.values[value];
@@ -265,8 +265,8 @@ impl ForwardContext<'_> {
         value.tensor.as_mut().filter(|_| is_free).map(Tensor::view_mut)
     }
 
-    /// Takes an input's tensor to reuse as an output. Returns `None` if another operation, or backward of this one, still
-    /// reads it.
+    /// Takes an input's tensor to reuse as an output. Returns `None` if backward of this operation reads it, and in the cases of
+    /// [`input_mut`](ForwardContext::input_mut).
     pub fn take_input(&mut self, index: usize) -> Option<Tensor> {
         self.input_mut(index)?;
         let is_read = self.operation.reads_input(index) != ReadBy::NEITHER;
@@ -274,7 +274,7 @@ impl ForwardContext<'_> {
         self.tape.values[value].tensor.take_if(|_| !is_read)
     }
 
-    /// Like [`take_input`](ForwardContext::take_input), but returns a copy if the input is still read.
+    /// Like [`take_input`](ForwardContext::take_input), but returns a copy instead of `None`.
     ///
     /// # Errors
     /// If there is no memory for the copy.

@@ -96,7 +96,7 @@ pub trait Operation: fmt::Debug + Send + Sync {
 
     /// Returns the operation that the tape inserts if ranks of the context axis exchange heads (Ulysses): at an input, it exchanges
     /// positions for heads; at the only output, heads for positions. Operations that need all positions, but not all heads, implement this
-    /// method. It is called for the output and for each of the `num_float_inputs` float inputs.
+    /// method. Results for inputs that are not floats are ignored. `num_float_inputs` is the number of float inputs, and 1 for the output.
     fn head_exchange(&self, operand: InputOrOutput, num_float_inputs: usize) -> Option<Op> {
         let _ = (operand, num_float_inputs);
         None

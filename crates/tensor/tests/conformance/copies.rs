@@ -172,7 +172,7 @@ fn races_with_copies_are_detected() {
             let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
             let device = Device::open(options).unwrap();
             let [mut x, mut other] = ["x", "other"].map(|name| tensor(&device, &random(100, name)));
-            // The copy cannot run before `held` completes: before the kernel if the kernel waits for the copy, otherwise after it.
+            // The copy cannot run before `held` completes. `held` completes before the kernel is issued if `is_awaited`, otherwise after.
             let held = EventCompleter::new(|| ());
             let mut host = Pending::until(held.event(), host_memory(400));
             let run = AssertUnwindSafe(|| {

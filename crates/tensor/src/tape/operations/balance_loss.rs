@@ -6,10 +6,10 @@ use crate::view::View;
 use trireme_base::{DType, ExchangeKind};
 
 /// The load-balancing loss `num_experts * sum over e of f_e P_e`, where `f_e` is the fraction of all choices that go to expert `e`, and
-/// `P_e` is the mean over tokens of its fraction of the token's scores (Fedus et al., "Switch transformers", 2021, section 2.2, generalized
-/// to several choices). It is 1 at even loads. The inputs are scores (`[.., num_experts]`, f32, not negative) and the chosen experts (`[..,
-/// num_choices]`, u32; `num_experts` means none) of all tokens of a microbatch. An optional third input holds weights of the rows for the
-/// mean (`[..]`, f32). It has no output: use it for [auxiliary losses](crate::tape::Recorder::apply_auxiliary_loss).
+/// `P_e` is the mean over tokens of the expert's share of a token's scores (Fedus et al., "Switch transformers", 2021, section 2.2,
+/// generalized to several choices). It is 1 at even loads. The inputs are scores (`[.., num_experts]`, f32, not negative) and the chosen
+/// experts (`[.., num_choices]`, u32; `num_experts` means none) of all tokens of a microbatch. An optional third input holds weights of the
+/// rows for the mean (`[..]`, f32). It has no output: use it for [auxiliary losses](crate::tape::Recorder::apply_auxiliary_loss).
 ///
 /// Ranks of the context axis all-reduce their loads in forward: `4 num_experts` bytes each.
 #[derive(Debug)]

@@ -13,8 +13,8 @@ use trireme_base::DType;
 /// [`GroupRows`](crate::tape::GroupRows); only the shape of the latter is read. The outputs, all u32, are:
 ///
 /// - a table (`[degree + 1, num_experts + 2]`): one row per rank with its number of choices of each expert, its total number of choices,
-///   and the maximum number of them that an expert takes; and a last row with 1 for each [shadowed](crate::tape::ShadowedExperts) expert
-///   and 0 for the others;
+///   and the maximum number of its choices that one expert accepts; and a last row with 1 for each [shadowed](crate::tape::ShadowedExperts)
+///   expert and 0 for the others;
 /// - the first row of each of this rank's experts and the end of the last one (`[own_experts + 1]`);
 /// - the first row of each source rank within each expert (`[own_experts * degree + 1]`): rows are ordered by expert, then by source rank.
 ///   Shadowed experts have no rows.

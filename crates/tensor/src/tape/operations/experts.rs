@@ -21,8 +21,9 @@ pub struct GroupRows {
 }
 
 /// The number of choices that an expert accepts from each sample: a multiple of an even load, rounded up. The expert accepts the first
-/// choices in the order of positions (Lepikhin et al., "GShard", 2020, section 2.2, whose groups of tokens are samples here). Choices of no
-/// expert, as for padding, do not count in the load. So the dropped choices of a sample do not depend on other samples.
+/// choices in the order of positions (Lepikhin et al., "GShard", 2020, section 2.2, whose groups of tokens are samples here). The limit
+/// applies per sample, so the dropped choices of a sample do not depend on other samples. Choices of no expert, as for padding, do not
+/// count in the load.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Capacity {
     /// Multiple of an even load.

@@ -45,8 +45,8 @@ pub(super) fn activation_grad(
     Ok(())
 }
 
-/// Replaces `x`, the argument of an activation, and `d_activated`, the gradient of its output, by the gradient of the argument and the
-/// output. [`grad_and_output`] returns the two buffers in this order.
+/// Computes the gradient of an activation's argument, and recomputes its output. Overwrites `x`, the argument, and `d_activated`, the
+/// gradient of the output, with these two results. [`grad_and_output`] returns the gradient's buffer first.
 pub(super) fn differentiate(
     device: &Device,
     activation: InputActivation,
@@ -60,7 +60,8 @@ pub(super) fn differentiate(
     }
 }
 
-/// Returns the gradient of an activation's argument and its output from the two buffers that [`differentiate`] has written.
+/// Orders the two buffers that [`differentiate`] has written: first the gradient of the activation's argument, then the activation's
+/// output.
 pub(super) fn grad_and_output<T>(activation: InputActivation, x: T, d_activated: T) -> [T; 2] {
     match activation {
         InputActivation::Gated(_) => [x, d_activated],

@@ -28,8 +28,9 @@ pub enum WeightLayout {
 ///
 /// If ranks of the tensor axis shard the weight by its outputs (column-parallel), each computes its outputs of all rows of `x`, and the
 /// gradient of `x` is summed over the ranks. If they shard it by its inputs (row-parallel), `y` is summed over the ranks in the tape's
-/// precision, and bias and residual are added once. In both cases, one of the two passes has an exchange of `rows * inputs` or `rows *
-/// outputs` elements: an all-reduce, or with sequence parallelism an all-gather in one pass and a reduce-scatter in the other.
+/// precision, and bias and residual are added once. The exchanged value has `rows * inputs` elements in the first case and `rows * outputs`
+/// in the second. Without sequence parallelism, it is all-reduced in one of the two passes; with it, it is all-gathered in one pass and
+/// reduce-scattered in the other.
 #[derive(Debug, Clone, Copy)]
 pub struct Linear {
     /// The weight matrix.
@@ -90,8 +91,8 @@ impl Linear {
         }
     }
 
-    /// Returns `input`, the sharding of an input, if the layer needs the rows of all ranks, as a column-parallel layer does; otherwise
-    /// `Replicated`, so that no rows are gathered.
+    /// Returns the sharding to pass to `all_rows`: `input`, the input's sharding, for a column-parallel layer, which needs the rows of all
+    /// ranks; otherwise `Replicated`, so that no rows are gathered.
     fn gather_sharding(&self, input: Sharding) -> Sharding {
         if self.role() == Role::ColumnParallel { input } else { Sharding::Replicated }
     }
