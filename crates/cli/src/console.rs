@@ -341,7 +341,7 @@ impl Observer for Console {
     }
 }
 
-/// Creates a progress bar on standard error, which is invisible where that is no terminal.
+/// Creates a progress bar on standard error. It is invisible if standard error is not a terminal.
 pub(crate) fn progress_bar(len: Option<u64>, template: &str) -> ProgressBar {
     let style = ProgressStyle::with_template(template).expect("the template is well formed");
     ProgressBar::with_draw_target(len, ProgressDrawTarget::stderr()).with_style(style)

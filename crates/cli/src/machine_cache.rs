@@ -57,7 +57,8 @@ pub(crate) struct MachineCache {
 }
 
 impl MachineCache {
-    /// Returns the cache of results of this `kind`, which begins the file's name; `None` if the system does not identify the machine.
+    /// Returns the cache of results of this `kind`, which is the prefix of the file's name. `None` if the machine, the program or the
+    /// user's cache folder cannot be determined.
     pub(crate) fn of_this_machine(kind: &str) -> Option<Self> {
         let identity = Identity::of_this_process()?;
         // One file for each kind of processor: hosts may share the folder.

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 /// Environment variable that passes the launcher's start to its workers, in nanoseconds since boot.
 pub(crate) const STARTED_VARIABLE: &str = "TRIREME_STARTED";
 
-/// Returns when this command started, or when the launcher of this process started. Call it first in `main`; the process may be older,
-/// because `cargo run` becomes the program.
+/// Returns when this command started, or when the launcher of this process started. Call it first in `main`. The start time of the process
+/// is not used: `cargo run` replaces itself with the program, so that time would include the build.
 pub(crate) fn command_started() -> Instant {
     let since_boot =
         std::env::var(STARTED_VARIABLE).ok().and_then(|text| text.parse().ok()).map(Duration::from_nanos);

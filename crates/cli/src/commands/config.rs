@@ -17,8 +17,8 @@ pub(crate) struct ConfigArgs {
     /// Override a key of the file; the value is TOML or a bare string.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
-    /// Print every key with its type, default and description: of one section, or of all. Any other word is searched for in names and
-    /// descriptions, and among the words of other systems, such as learning_rate.
+    /// Print the keys of one section, or of all sections, with types, defaults and descriptions. Any other word is searched for in names
+    /// and descriptions, and among the words of other systems, such as learning_rate.
     #[arg(long, value_name = "WORD", num_args = 0..=1, conflicts_with = "overrides")]
     explain: Option<Option<String>>,
 }

@@ -58,7 +58,7 @@ pub(crate) struct ShowArgs {
     /// Number of samples to show.
     #[arg(long, value_name = "N", default_value_t = 1)]
     num_samples: u64,
-    /// Show samples of the validation.
+    /// Show validation samples.
     #[arg(long)]
     validation: bool,
     /// Print one line for each token, with its id.

@@ -41,7 +41,7 @@ pub(crate) struct GenerateArgs {
     /// Text to continue; can be given several times.
     #[arg(long, value_name = "TEXT")]
     prompt: Vec<String>,
-    /// File with a text to continue; or, with the ending .jsonl, one in each line, as `prompt` or `messages`.
+    /// File with a text to continue. In a .jsonl file, each line is an object with a `prompt` or `messages`.
     #[arg(long, value_name = "FILE")]
     prompt_file: Option<PathBuf>,
     /// Treat each prompt as a user message and format it with the chat template.

@@ -57,7 +57,7 @@ pub(crate) struct LocalWorld<'a> {
     pub(crate) on_signal: OnSignal,
 }
 
-/// The effect of a signal to the launcher on its workers.
+/// How a signal to the launcher ends its workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OnSignal {
     /// The workers end.

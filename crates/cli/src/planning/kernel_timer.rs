@@ -213,8 +213,8 @@ impl<'a> KernelTimer<'a> {
         })
     }
 
-    /// Returns the typical seconds of each call: the median, or the mean where workers share cores, because there a call is either
-    /// interrupted or not.
+    /// Returns the typical seconds of each call: the median, or the mean where workers share cores: there some calls are interrupted, which
+    /// a median could hide.
     pub(super) fn seconds(self, are_cores_shared: bool) -> impl Iterator<Item = (KernelCall, f64)> {
         let typical = move |samples: Vec<f64>| {
             if are_cores_shared {

@@ -29,7 +29,7 @@ pub(crate) fn language_model(config: &Config) -> Result<ModelConfig> {
     Ok(model_config(config, vocabulary_size(config)?)?.0)
 }
 
-/// Returns the sequences of the config's corpus. If there is no corpus yet, all tokens are assumed to be learned.
+/// Returns the sequence format of the config's corpus. If there is no corpus yet, all tokens are assumed to be learned.
 pub(crate) fn sequences_of(config: &Config) -> SequenceFormat {
     let corpus = PrepareReport::read(&config.data().folder);
     SequenceFormat::new(config, corpus.is_ok_and(|report| report.has_loss_mask))

@@ -18,7 +18,7 @@ use trireme_swap::{SwapOptions, measure_bandwidth};
 use trireme_tensor::{Device, DeviceOptions, RecordedCalls};
 use trireme_train::{TrainError, device_options};
 
-/// Rounds that are measured, after one that is not. The median counts.
+/// Number of measured rounds, after one round that is not measured.
 pub(super) const NUM_ROUNDS: usize = 5;
 
 /// Size of the blocks with which the bandwidth of a disk is measured. Offloaded state moves in blocks of the same size.

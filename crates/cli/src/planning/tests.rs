@@ -74,7 +74,7 @@ trait TestModel: Sync {
         table: ParameterTable,
     ) -> Result<Model, ModelError>;
     fn specs(&self, shape: (usize, usize)) -> Vec<TensorSpec>;
-    /// Returns a rank's part of a batch. `index` is the microbatch's.
+    /// Returns a rank's part of the microbatch `index` of a step.
     fn batch(
         &self,
         device: &Device,

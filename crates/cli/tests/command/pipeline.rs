@@ -280,7 +280,7 @@ fn a_custom_schedule_is_run_or_refused_with_the_place_marked() {
          rank 1: F 0 0, F 1 0, F 0 1, F 1 1, F 0 2, B 1 0, I 0 0, W 0 0, F 1 2, I 1 1, W 1 1, B 0 1, B 1 2, B 0 2, F 0 3, F 1 3, \
          B 1 3, B 0 3\n",
     );
-    // The last worker has one stage between the two of the first.
+    // The first worker has the first and the last stage, and the last worker has the stage between them.
     fixture.write(
         "uneven.txt",
         "ranks 2 placement 0,1,0 microbatches 4\n\

@@ -165,7 +165,7 @@ fn across_hosts(step: &PlannedStep, ranks_per_host: f64) -> f64 {
     let crossing = step.exchanges().filter(|exchange| exchange.num_hosts > 1.0);
     crossing
         .map(|exchange| {
-            // If a group has fewer ranks on a host than the host has, several such groups exist.
+            // If a group includes only some of a host's ranks, the host takes part in several such groups.
             let num_groups = ranks_per_host * exchange.num_hosts / exchange.num_ranks;
             let passes = if exchange.operation == "all_reduce" { 2.0 } else { 1.0 };
             passes * num_groups * exchange.bytes * (exchange.num_hosts - 1.0) / exchange.num_hosts

@@ -264,7 +264,7 @@ fn infinity(commands: &CommandFolder, effort: Effort) -> Row {
     }
 }
 
-/// Returns the bytes of activations for each token, element of the width, and layer.
+/// Returns the bytes of activations of a layer, divided by the tokens and the hidden size.
 fn activation_bytes_per_layer(commands: &CommandFolder, model: Gpt, settings: &str) -> f64 {
     let peak = |num_layers: usize| {
         let settings = format!("training.dtype=bf16 {settings}");

@@ -55,7 +55,7 @@ pub(crate) struct ScheduleArgs {
     /// Units per stage; 0 uses as many as it takes for 60,000 actions per rank.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = in_range(0, 1 << 10))]
     units_per_stage: usize,
-    /// Length of a recomputation segment: of this many units, the first keeps its input and all are recomputed; 0
+    /// Units per recomputation segment. The first unit of a segment keeps its input, and all its units are recomputed. 0
     /// keeps everything.
     #[arg(long, value_name = "UNITS", default_value_t = 2, value_parser = in_range(0, 1 << 10))]
     recompute: usize,

@@ -27,7 +27,7 @@ pub(super) struct MatmulMeasurement {
     pub(super) inner: usize,
     /// Peak of the unit with all operands in registers, in GFLOP/s.
     pub(super) peak_gflops: f64,
-    /// Speeds, one for each choice of the factors that are read transposed.
+    /// Speed for each combination of transposed factors: NN, NT and TN.
     pub(super) transposes: Vec<TransposeMeasurement>,
 }
 

@@ -67,8 +67,8 @@ pub(crate) struct TrainArgs {
     /// `--set checkpoint.resume=WHERE`.
     #[arg(long, value_name = "WHERE", overrides_with = "resume")]
     resume: Option<String>,
-    /// Check the config, data, memory and checkpoint, print what the run would do, and exit. Of texts that are not prepared, the first 64
-    /// MiB are read.
+    /// Check the config, data, memory and checkpoint, print what the run would do, and exit. Reads only the first 64 MiB of texts that are
+    /// not prepared.
     #[arg(long)]
     dry_run: bool,
     /// Override a key of the file; the value is TOML or a bare string.
@@ -76,7 +76,7 @@ pub(crate) struct TrainArgs {
     overrides: Vec<String>,
 }
 
-/// Runs `trireme train`. `own` is the program's own task; `None` trains a language model.
+/// Runs `trireme train`. `custom_task` is the program's own task; `None` trains a language model.
 pub(crate) fn run(args: &TrainArgs, started: Instant, custom_task: Option<&Arc<dyn Task>>) -> Result<()> {
     let environment = WorkerEnvironment::of_this_process()?;
     if let Some(WorkerEnvironment { world_size, .. }) = environment

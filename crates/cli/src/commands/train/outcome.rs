@@ -16,7 +16,8 @@ use trireme_train::{
     generate_text,
 };
 
-/// Returns a table of the memory that each worker has used, next to the prediction. Collective.
+/// Returns a table of peak memory by category: the maximum predicted over all ranks, the peak measured on this rank and, with several
+/// ranks, the maximum measured over all ranks. Collective.
 pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
     let executor = trainer.executor();
     let own = MemoryPeakBytes::measured(executor.device());

@@ -1,4 +1,4 @@
-//! Preparation of a run: its corpus, its length, and the checks of both against the machine.
+//! Prepares a run: finds or prepares its corpus, computes its number of steps, and checks its data, model and memory plan.
 
 use super::process::ProcessContext;
 use crate::commands::prepare::PreparationProgress;
