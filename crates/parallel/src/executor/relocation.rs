@@ -18,8 +18,8 @@ use trireme_comm::Buffer;
 use trireme_schedule::{Program, ProgramHeader, Stage, StateClass, validate};
 use trireme_tensor::{Category, Device, ViewMut};
 
-/// The class of the state that moves with a unit. It includes the weights that a rank updates, because parameters are not sharded if
-/// units move.
+/// The class of the state that moves with a unit. It includes the weights that a rank updates, because units move only if parameters are
+/// not sharded ([`StateLayout::class_of_weights`](trireme_schedule::StateLayout::class_of_weights)).
 const CLASS: StateClass = StateClass::Optimizer;
 
 impl Executor {

@@ -15,7 +15,8 @@ use trireme_tensor::{Category, Device, ParameterSource, Tensor, View};
 /// The versions of a rank's parameters, and the state of pending updates.
 pub(super) struct AsynchronousUpdates {
     pub(super) units: Vec<UnitVersions>,
-    /// The step whose gradients were reduced last, with the settings of its update, or `None` if the step is skipped.
+    /// The step of the most recent update, with the settings of the step's updates (`None` if it is skipped). `None` before the first
+    /// update of a program.
     pub(super) settings: Option<(usize, Option<StepSettings>)>,
     /// For each step, the squared norm of this rank's gradients; `None` while they are summed over the pipeline.
     pub(super) squares: Option<Buffer<f64>>,

@@ -17,8 +17,8 @@ pub(crate) struct CompressedReduction {
     device: Device,
     /// `None` in a dry group, where nothing is compressed.
     pub(super) compressor: Option<Box<Compressor>>,
-    /// In a dry group, the sequences of rounds that later steps of a run use, in order. Each step removes the first entry. Not used in
-    /// other groups.
+    /// The sequences of rounds that the steps of a run use, in order, with one entry for each change. Used only in a dry group, where each
+    /// step removes the first entry.
     pub(super) remaining_round_sequences: VecDeque<Vec<Round>>,
     /// One exchange for each round, recreated when the rounds change.
     exchanges: Vec<RoundExchange>,

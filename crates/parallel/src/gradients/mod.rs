@@ -35,8 +35,8 @@ use trireme_tensor::{
     Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Tensor, View, ViewMut,
 };
 
-/// Maximum number of full gradients of one length in flight if gradients are sharded: one is being written or rounded while another one is
-/// being reduced.
+/// Maximum number of full gradients of one length in flight, if these do not stay allocated: one is being written or rounded while another
+/// one is being reduced.
 const IN_FLIGHT_MAX: usize = 2;
 
 /// A gradient of one unit or shard, for one microbatch or summed over several.

@@ -29,7 +29,7 @@ impl SquaredNorms {
     ) -> Result<Self> {
         let (group, is_first) = ranks.squares_group();
         let counted = |unit: &UnitInfo| {
-            // In a unit with experts, the other parameters are equal on all ranks of the expert axis.
+            // In a unit with experts, parameters that belong to no expert are equal on all ranks of the expert axis.
             let has_rest = if unit.has_experts() { table.expert_rank().rank == 0 } else { is_first };
             let mut runs: Vec<Range<usize>> = Vec::new();
             for info in &table.parameters()[unit.parameters.clone()] {
@@ -78,7 +78,7 @@ impl SquaredNorms {
         })
     }
 
-    /// Sets the sum of a unit on another pipeline rank to zero.
+    /// Sets this rank's sum for a unit to zero. The unit is on another pipeline rank.
     pub(crate) fn skip(&mut self, unit: usize) {
         self.device.zero(sum_of(&mut self.sums, unit));
     }

@@ -31,9 +31,10 @@ pub(crate) struct ReductionFactory {
 
 impl ReductionFactory {
     /// Creates all-reductions over `group`. Short gradients are fused into messages of up to `fusion_bytes`; with 0, each gradient is sent
-    /// alone. If the group is on shared memory, nothing is fused, because a message costs no more than the copies that fusion needs. Memory
-    /// for gradients of `lens` elements, in the order of their reductions, is allocated in advance. If `allocates_rounded`, so is the
-    /// memory of rounded gradients, which then stays between steps.
+    /// alone. If the group is on shared memory, nothing is fused, because a message costs no more than the copies that fusion needs.
+    ///
+    /// Memory of fused messages is allocated in advance, for gradients of `lens` elements in the order of their reductions. If
+    /// `allocates_rounded`, memory of rounded gradients is allocated in advance as well, and stays allocated between steps.
     pub(crate) fn all_reduce(
         dtype: DType,
         group: &Arc<Group>,

@@ -6,7 +6,8 @@ use trireme_model::{ModelProfile, UnitProfile};
 use trireme_schedule::{UnitChain, UnitExchanges};
 use trireme_tensor::ParameterTable;
 
-/// Returns the properties of a model that step programs depend on: its parameters are in `table`, and `profile` describes its passes.
+/// Returns the chain of units of a model: the properties that step programs depend on. `table` has the model's parameters, and `profile`
+/// describes its passes.
 pub fn chain(table: &ParameterTable, profile: &ModelProfile, determinism: Determinism) -> UnitChain {
     let units_where = |is_one: fn(&UnitProfile) -> bool| {
         let units = profile.units.iter().enumerate().filter(|(_, unit)| is_one(unit));

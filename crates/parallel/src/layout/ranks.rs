@@ -36,7 +36,7 @@ impl Degrees {
     /// Returns the mesh of `world_size` ranks that [`RankGrid`] describes.
     ///
     /// # Panics
-    /// If the degrees do not divide the number of ranks.
+    /// If `pipeline * max(shards, context) * tensor` does not divide `world_size`, or if `shards` is neither 1 nor a multiple of `context`.
     pub fn mesh(self, world_size: usize) -> Mesh {
         let Degrees { pipeline, shards, context, tensor, .. } = self;
         assert!(shards == 1 || shards.is_multiple_of(context), "{self:?}");
@@ -206,7 +206,7 @@ impl RankGrid {
     /// If a group cannot be created.
     ///
     /// # Panics
-    /// If the degrees do not divide the number of ranks.
+    /// As [`Degrees::mesh`]; if ranks have different experts, also as [`Degrees::expert_mesh`].
     pub fn new(world: Group, degrees: Degrees) -> Result<Self> {
         let mesh = degrees.mesh(world.world_size());
         let mut groups = Groups::new(&mesh, world);

@@ -1,9 +1,10 @@
 //! Memory of groups and devices for exchanges between ranks, and its accounting.
 //!
 //! Groups exchange host memory. If kernels reach the host's memory, the vectors that ranks exchange are in memory of the group, and nothing
-//! is copied ([`ExchangeVector`], [`ExchangePool`]). On other devices, they are on the device and pass through memory of the group. Within
-//! units, the partial sums that ranks reduce are in memory of the group, and so are results that an operation drops soon. Parts to gather,
-//! results that are kept, and the exchanges of the context axis are copied.
+//! is copied ([`ExchangeVector`], [`ExchangePool`]). On other devices, they are on the device and pass through memory of the group.
+//!
+//! Exchanges within units avoid copies only for partial sums and temporary results, which are in memory of the group if kernels reach it.
+//! Parts to gather, results that are kept, the exchanges of the context axis and the rows of the expert axis are copied.
 
 mod across_devices;
 mod counted;

@@ -98,7 +98,7 @@ impl Pool {
         if self.has_buffers { len } else { 0 }
     }
 
-    /// Returns group memory for `len` elements, with unspecified contents, without device memory for kernels.
+    /// Returns group memory for `len` elements, with unspecified contents. Allocates no device memory.
     pub(crate) fn take_buffer(&self, len: usize) -> Result<Pending<Buffer<Untyped>>> {
         let mut free = self.shared.free.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(index) = free.iter().position(|(other, _)| *other == len) {

@@ -166,7 +166,7 @@ impl PendingVector {
         Ok((buffer, DevicePart { arriving: 0..0, ..self.part }))
     }
 
-    /// Takes the vector back for kernels, which read it after the exchange.
+    /// Returns the vector for kernels. Waits for the exchange as [`WaitTracker::wait_on_device`] does.
     #[track_caller]
     pub(crate) fn wait(self, device: &Device, waiting: &mut WaitTracker) -> Result<ExchangeVector> {
         let PendingVector { work, dtype, len, part } = self;

@@ -4,11 +4,11 @@
 //! - A rank may compute only a partial sum of a gradient, for example for a norm that it applies only to its rows, or for a router that
 //!   sees only its tokens. The partial sums are added before the unit's gradient is reduced. On the tensor axis, shape inference finds
 //!   these parameters (`UnitProfile::partial_grads`).
-//! - Codecs and the integers of ZeRO++ round an element by its neighbours in the flat buffer, which differ between ranks. The first rank
-//!   that holds the parameter then broadcasts its values to the others.
+//! - With codecs and the integers of ZeRO++, the rounding of an element depends on adjacent elements of the flat buffer, which differ
+//!   between ranks. The first rank that holds the parameter then broadcasts its values to the others.
 //!
-//! Sums over all parameters count such a parameter once: the gradient norm (`SquaredNorms`) and the sums of optimizers, by
-//! [`ParameterInfo::is_first_replica`].
+//! Sums over all parameters, such as the gradient norm (`SquaredNorms`) and sums in optimizers, count such a parameter only on its
+//! [first rank](ParameterInfo::is_first_replica).
 
 use crate::error::Result;
 use crate::layout::RankGrid;

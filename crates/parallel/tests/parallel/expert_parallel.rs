@@ -29,7 +29,8 @@ fn models() -> Vec<ModelConfig> {
     let mut models = [mixtral, mixtral, deepseek].map(|text| ModelConfig::from_json(text).unwrap());
     // The capacity is computed per sample, so that any number of ranks drops the same tokens.
     models[1].experts.as_mut().unwrap().capacity_factor = Some(0.75);
-    // Two chunks with the same number of experts, one chunk with all, or chunks with different numbers; with and without shadowed experts.
+    // The first model sends two chunks with equally many experts, the second a single chunk, and the third chunks with different numbers of
+    // experts. The first has no shadowed experts.
     for (model, (num_chunks, num_shadowed)) in models.iter_mut().zip([(2, 0), (1, 1), (3, 3)]) {
         let experts = model.experts.as_mut().unwrap();
         experts.exchange = ExchangeConfig { num_chunks, num_shadowed };
