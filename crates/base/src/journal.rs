@@ -56,7 +56,7 @@ pub struct StepEntries {
     /// For each action of the rank's program, the entries that were recorded while it ran. A last element holds the entries after the last
     /// action.
     pub actions: Vec<Vec<JournalEntry>>,
-    /// Number of operations that every step issues. The numbers of an operation in consecutive steps differ by this amount.
+    /// Number of operations that every step issues. In the next step, the number that identifies an operation is larger by this amount.
     pub issued_per_step: usize,
 }
 

@@ -1,4 +1,4 @@
-//! The parameters of a unit that one rule updates, and this rank's elements of them.
+//! The members of a rule: the parameters of a unit that the rule updates, and this rank's elements of them.
 
 use crate::groups::ParameterSettings;
 use std::ops::Range;
@@ -36,7 +36,7 @@ pub(crate) struct UpdatedParameters {
     pub(crate) pieces: Arc<Pieces>,
     /// The pieces of each member that this rank contributes to sums over all ranks, if pieces are leaves.
     counted: Arc<Vec<LeafRun>>,
-    /// One for each member, recomputed in each phase.
+    /// One for each member, recomputed for each pass.
     updates: Arc<Vec<Update>>,
     /// One for each member, recomputed in each step.
     scales: Arc<Vec<StepScale>>,

@@ -35,7 +35,7 @@ pub enum Placement {
     /// The ranks of the axis form sets of `num` neighbours. One rank of each set holds the values, and the others hold nothing. Used for
     /// experts, which may have several replicas.
     OneOf {
-        /// The index, within its set, of each rank that holds the values, from 0 to `num - 1`.
+        /// In each set, the index of the rank that holds the values, from 0 to `num - 1`.
         rank: usize,
         /// The number of ranks in a set. It divides the degree of the axis.
         num: usize,
@@ -184,8 +184,8 @@ impl LocalShape {
     }
 
     /// Adds the boxes of the full tensor that cover `piece`, a box of the part. `first` is the index of the piece's first element among the
-    /// elements that the rank holds. Recurses over the dims: `found` has the dims of the next box that are already known, in indices of the
-    /// full tensor and of the part.
+    /// elements that the rank holds. Recurses over the dims: `found` holds the leading dims of the next box, in indices of the full tensor
+    /// and in indices of the part.
     fn add_boxes(&self, piece: &Extent, first: usize, found: (Extent, Extent), boxes: &mut Vec<LocalBox>) {
         let dim = found.0.start.len();
         if dim == self.shape.len() {

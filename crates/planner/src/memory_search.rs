@@ -30,7 +30,7 @@ pub struct OpenChoices {
 ///
 /// The callbacks receive the index of a pipeline rank, from 0.
 pub struct MemorySearch<'a, E> {
-    /// Returns the state sizes of a worker of a pipeline rank.
+    /// Returns the sizes of the model's units on a worker of a pipeline rank.
     pub sizes: &'a dyn Fn(usize) -> Result<ModelSizes, E>,
     /// Memory and cost of the passes of each unit, in the model's order.
     pub passes: &'a [UnitPasses],

@@ -66,10 +66,10 @@ pub(crate) struct LayoutCandidate {
     pub(crate) prediction: MemoryUse,
 }
 
-/// Returns the layout with the least traffic with which a step stays within `bounds`. A byte to or from disk counts as [`DISK_COST`] bytes.
-/// The search changes only the tiers of the classes in `open`, and the number of units whose activations are offloaded if activations are
-/// open. `program` generates the program of a layout, and `run` returns its memory use. If no layout fits, returns the layout that exceeds
-/// the bounds least.
+/// Returns the layout with the least traffic among those that keep a step within `bounds`. A byte to or from disk counts as [`DISK_COST`]
+/// bytes. The search changes only the tiers of the classes in `open`, and the number of units whose activations are offloaded if
+/// activations are open. `program` generates the program of a layout, and `run` returns its memory use. If no layout fits, returns the
+/// layout that exceeds the bounds least.
 ///
 /// The program determines how long state is idle. The activations of the first units are idle longest, because backward uses them last.
 /// Therefore the activations of as many units as needed are offloaded, starting with the first unit. (SwapAdvisor, Huang et al., 2020, also

@@ -29,9 +29,9 @@ pub(crate) struct RecomputationChoice {
 /// more memory than estimated.
 const ATTEMPTS_MAX: usize = 8;
 
-/// Returns the choice with the least recomputation with which a step stays within `bounds`, and the memory use of the step. `run` does a
-/// dry run of the program with a choice; in this program, microbatches run one after another. `batch` lists the tensors of a microbatch. If
-/// no choice that was tried fits, returns the choice that needs the least memory.
+/// Returns the choice with the least recomputation among those that keep a step within `bounds`, and the memory use of the step. `run` does
+/// a dry run of the program with a choice; in this program, microbatches run one after another. `batch` lists the tensors of a microbatch.
+/// If no choice that was tried fits, returns the choice that needs the least memory.
 ///
 /// The first dry run measures the memory for everything except activations. In this run, units keep only their inputs. Another choice may
 /// need more of this memory, for example if parameters are gathered earlier. The next attempt then leaves less room for activations.

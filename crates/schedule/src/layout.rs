@@ -63,7 +63,7 @@ pub struct StateLayout {
     /// time.
     pub keep_gathered: bool,
     /// Whether a unit is updated as soon as its gradient is reduced, so that few gradients exist at the same time. Updates then cannot wait
-    /// for the norm of all gradients, nor for the loss to be known to be finite.
+    /// for the norm of all gradients, or for a check that the loss is finite.
     pub updates_early: bool,
     /// The fetch of evicted state starts this many uses of its class before the use that needs it. For activations, passes are counted
     /// instead of uses.
@@ -205,9 +205,9 @@ impl StateLayout {
         if self.is_sharded(StateClass::Parameters) { StateClass::Parameters } else { StateClass::Optimizer }
     }
 
-    /// Returns whether a class may reside in `tier`, in steps of `num_microbatches`. Only shards and activations may leave the device.
-    /// Gradients may leave only if optimizer state is sharded, too. They may reside on a disk only with one microbatch per step, because
-    /// several are accumulated in memory.
+    /// Returns whether a class may reside in `tier`, if a step has `num_microbatches` microbatches. Only shards and activations may leave
+    /// the device. Gradients may leave only if optimizer state is sharded, too. They may reside on a disk only with one microbatch per
+    /// step, because the gradients of several microbatches are summed in memory.
     pub fn can_reside(&self, class: StateClass, tier: Tier, num_microbatches: usize) -> bool {
         let is_summed = class == StateClass::Gradients && num_microbatches > 1;
         let is_separate = match class {
@@ -218,11 +218,11 @@ impl StateLayout {
         tier == Tier::Device || is_separate && !(is_summed && tier == Tier::Disk)
     }
 
-    /// Returns whether programs exist for the layout, in steps of `num_microbatches`. A layout that trains has gradients and optimizer
-    /// state, and shards optimizer state if it shards parameters. A layout that does not train has neither gradients nor optimizer state.
-    /// Parameters and activations must exist, activations must be unsharded, and each class must be able to
-    /// [reside](StateLayout::can_reside) in its tier. Early updates need
-    /// full gradients and a single microbatch: the gradients of several microbatches are summed in memory.
+    /// Returns whether programs exist for the layout, if a step has `num_microbatches` microbatches. A layout that trains has gradients and
+    /// optimizer state, and shards optimizer state if it shards parameters. A layout that does not train has neither gradients nor
+    /// optimizer state. Parameters and activations must exist, activations must be unsharded, and each class must be able to
+    /// [reside](StateLayout::can_reside) in its tier. Early updates need full gradients and a single microbatch: the gradients of several
+    /// microbatches are summed in memory.
     pub fn is_possible(&self, num_microbatches: usize) -> bool {
         let can_live = |class| self.can_reside(class, self.of(class).tier, num_microbatches);
         let [parameters, optimizer, activations] =

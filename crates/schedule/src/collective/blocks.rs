@@ -75,7 +75,7 @@ impl Blocks {
         Blocks { len, num_blocks, first: 0, stride: ranks_per_host, run: ranks_per_host }
     }
 
-    /// Creates the blocks of the ranks with `local_rank`, one on each host. Each rank owns its own block, out of `num_blocks`.
+    /// Creates the blocks of the ranks with `local_rank`, one rank on each host. Each rank owns one of the `num_blocks` blocks.
     pub(super) fn of_column(num_blocks: usize, ranks_per_host: usize, local_rank: usize, len: usize) -> Self {
         Blocks { len, num_blocks, first: local_rank, stride: ranks_per_host, run: 1 }
     }

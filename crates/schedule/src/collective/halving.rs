@@ -4,8 +4,8 @@ use super::{Incoming, Outgoing, Step};
 use std::ops::Range;
 
 /// Appends the steps of an all-reduce for long vectors: reduce-scatter by vector halving and distance doubling, then the same exchanges in
-/// reverse (Thakur, Rabenseifner, Gropp: "Optimization of collective communication operations in MPICH", 2005, on reduce and allreduce).
-/// Neighbours pair first, so the order is canonical. A rank of a folded pair sends `len` elements more.
+/// reverse (Thakur, Rabenseifner, Gropp: "Optimization of collective communication operations in MPICH", 2005, sections on reduce and
+/// allreduce). Neighbours pair first, so the order is canonical. The two ranks of a folded pair also send each other `len` elements.
 pub(super) fn all_reduce_halving_doubling(own: &RankContext, steps: &mut Vec<Step>) {
     let first = steps.len();
     halve(own, &Folding::new(own.world_size(), 0), steps);

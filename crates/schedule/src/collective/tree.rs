@@ -11,7 +11,7 @@ struct Merge {
     partner: usize,
     /// Whether this rank represents the merged subtree.
     keeps: bool,
-    /// The ranks of the subtree that loses its representative in the merge.
+    /// The ranks of the subtree whose representative sends to the other one.
     given: Range<usize>,
 }
 

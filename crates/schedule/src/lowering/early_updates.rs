@@ -4,9 +4,9 @@
 use super::insertions::{indices_of, insert, no_insertions};
 use crate::action::Action;
 
-/// Moves each update to right before the reduction of the next unit, so that a reduction overlaps with one backward pass. No later pass
-/// reads the updated parameters: a unit's gradient is reduced after the last pass that reads them, and the owner of tied parameters is
-/// differentiated after their reader.
+/// Moves each update directly before the reduction of the next unit, so that a reduction overlaps with one backward pass. No later pass
+/// reads the updated parameters: a unit's gradient is reduced after the last pass that reads the unit's parameters, and backward of a unit
+/// that owns tied parameters runs after backward of their reader.
 pub(super) fn update_early(actions: Vec<Action>) -> Vec<Action> {
     let is_step = |action: &Action| matches!(action, Action::Step { .. });
     let actions: Vec<Action> = actions.into_iter().filter(|action| !is_step(action)).collect();

@@ -24,8 +24,8 @@ pub(super) fn offload(header: &ProgramHeader, mut actions: Vec<Action>) -> Vec<A
 }
 
 /// Adds a fetch before each use of the class and an eviction after it. The fetch starts `prefetch` uses earlier, but after the previous use
-/// of the same unit's state. Between two adjacent uses, state stays in memory. A fetch for an update starts no earlier than the last pass,
-/// or than the update itself if passes follow it.
+/// of the same unit's state. Between two adjacent uses, state stays in memory. The first `prefetch` fetches start at the first use, but no
+/// later than the last pass. Any other fetch for an update after the last pass starts no earlier than that pass.
 fn swap_around(
     actions: &[Action],
     class: StateClass,

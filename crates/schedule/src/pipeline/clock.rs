@@ -1,9 +1,9 @@
 //! The pipeline clock: when each pass begins and ends.
 //!
 //! It exists in addition to the discrete-event [engine](crate::engine) because the search for a schedule times millions of passes, and
-//! undoes the moves that do not help. There are no loads and streams here: a pass begins when the longest chain of passes and messages
-//! before it ends. After a move, only the times from the first moved pass on are recomputed. Tests of the planner compare the clock with
-//! the engine.
+//! undoes the moves that do not help. There are no loads and streams here: a pass begins at the end of the longest chain of passes and
+//! messages that must precede it. After a move, only the times from the first moved pass on are recomputed. Tests of the planner compare
+//! the clock with the engine.
 
 use super::costs::Costs;
 use super::error::{PassIndex, ScheduleError, Wait, WaitChain};

@@ -2,10 +2,11 @@ use super::folded::{Chunk, FoldedRank};
 use super::pass::Pass;
 use super::sizes::Sizes;
 
-/// Returns the passes of a rank in DualPipeV (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.2.1, cut in half: Sea AI Lab,
-/// "DualPipe could be better without the Dual", 2025): two stages per rank, folded. In the steady state, forward of one stage and backward
-/// of the other form pairs, so that the communication within one (of expert parallelism, for example) can overlap with the computation of
-/// the other. Here the passes of a pair run one after the other, forward first, because a rank computes one pass at a time.
+/// Returns the passes of a rank in DualPipeV (Sea AI Lab, "DualPipe could be better without the Dual", 2025), which cuts DualPipe
+/// (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.2.1) in half: two stages per rank, folded. In the steady state, forward of
+/// one stage and backward of the other form pairs, so that the communication within one (of expert parallelism, for example) can overlap
+/// with the computation of the other. Here the passes of a pair run one after the other, forward first, because a rank computes one pass at
+/// a time.
 ///
 /// Bubble, where `F`, `I` and `W` take equal time: `(P - 1) F`. The authors' formula, `(P - 1) (F&B + B - 3 W)` with `F&B` the time of a
 /// pair, is for pairs that run as one pass and give both results at their end. If the passes run one after the other, the result of forward

@@ -62,8 +62,8 @@ impl<'a> Search<'a> {
         Search { schedule, intervals, clock, costs, bounds, num_left: PASSES_TIMED_MAX }
     }
 
-    /// Makes the first move of a pass to an end of its critical block that improves the schedule. Returns `None` if no move improves it, or
-    /// if too few passes may still be timed.
+    /// Tries to move each pass to an end of its critical block, and makes the first move that improves the schedule. Returns `None` if no
+    /// move improves it, or if too few passes may still be timed.
     fn improve_once(&mut self) -> Option<()> {
         for (rank, block) in critical_blocks(&self.schedule, &self.intervals, self.costs) {
             let (first, last) = block.into_inner();

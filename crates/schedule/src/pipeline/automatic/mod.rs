@@ -79,7 +79,7 @@ fn best_listed(stage_ranks: &[usize], sizes: Sizes, costs: &Costs, bounds: &[u64
     best
 }
 
-/// Returns a lower bound of the makespan: a rank begins when the first microbatch can have reached it, and then has all of its work to do.
+/// Returns a lower bound on the makespan: a rank begins no earlier than the first microbatch can reach it, and then runs all of its passes.
 fn makespan_min(stage_ranks: &[usize], sizes: Sizes, costs: &Costs) -> u64 {
     let mut arrival = 0;
     let mut earliest = vec![u64::MAX; sizes.num_ranks];
