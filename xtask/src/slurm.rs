@@ -274,7 +274,7 @@ impl Cluster {
         Ok(step)
     }
 
-    /// Waits until a run that was stopped after `step` has finished, and checks that it lost nothing.
+    /// Waits for the end of a run that was stopped after `step` and queued again. Checks that the run resumed and lost nothing.
     fn wait_for_end(&self, run: &str, job: &str, step: usize) -> Result<()> {
         let is_over = || {
             // Otherwise Slurm would hold the requeued job back for two minutes.

@@ -62,7 +62,7 @@ pub(super) enum CodecConfig {
 }
 
 impl CodecConfig {
-    /// Returns the ratio after the warm-up, for methods whose ratio the warm-up raises.
+    /// Returns the ratio after the warm-up; `None` for codecs without a ratio.
     fn last_ratio(self) -> Option<f64> {
         match self {
             CodecConfig::TopK { ratio, .. } | CodecConfig::RandomK { ratio } => Some(ratio),

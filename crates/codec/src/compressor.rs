@@ -20,7 +20,7 @@ use trireme_base::{Bf16, F16, RandomKey, Rank};
 /// messages, bit-identical on all ranks. All ranks must create the compressor with the same compression, bucket, world
 /// size and key.
 ///
-/// The caller owns the memory of the messages. A step does not allocate, except when the warm-up changes the rounds.
+/// The caller owns the memory of the messages. Steps after the warm-up do not allocate.
 #[derive(Debug)]
 pub struct Compressor {
     compression: Compression,

@@ -11,8 +11,8 @@ pub struct CompressorSizes {
     pub state_bytes: usize,
     /// Bytes of the codec's scratch memory.
     pub scratch_bytes: usize,
-    /// The rounds of the run's steps in order, one entry for each change. The caller provides the memory for their
-    /// messages.
+    /// The rounds of step 0, and then the rounds after each change by the warm-up. The caller provides the memory for
+    /// their messages.
     pub rounds: Vec<Vec<Round>>,
 }
 

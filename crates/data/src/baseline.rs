@@ -13,9 +13,10 @@ const STRETCH_TOKENS: u64 = 64 << 10;
 /// Language Engineering 1 (3), 1995. The strength `k` is the power of two from 2⁻⁴ to 2¹⁶ that minimizes the loss on
 /// `validation`, so the baseline is not weaker than necessary.
 ///
-/// Costs one pass over both files, 16 bytes of memory for each id of the vocabulary, and 20 bytes for each distinct
-/// pair of neighbouring tokens in `validation`, since only these pairs are counted. If a file has more than 16 Mi
-/// (`train`) or 4 Mi tokens (`validation`), evenly spaced stretches of it are used.
+/// Costs one pass over both files, 24 bytes of memory for each id of the vocabulary, and 20 bytes for each distinct
+/// pair of neighboring tokens in `validation`, since only these pairs are counted. Sorting the pairs takes 8 to 16 bytes
+/// for each token of `validation`. If a file has more than 16 Mi (`train`) or 4 Mi tokens (`validation`), evenly spaced
+/// stretches of it are used.
 ///
 /// # Errors
 /// If `validation` has fewer than two tokens, or a file cannot be read or is damaged.

@@ -32,9 +32,9 @@ impl MaskedTokens {
         Ok(MaskedTokens { tokens: Arc::new(tokens), loss_mask })
     }
 
-    /// Reads the loss mask of the tokens from index `start` on: 1 for tokens that count, 0 for the others. `document_starts`, if given,
-    /// holds for each token the position of its document's first token. Then the first token of each document does not count, because no
-    /// token of its document predicts it.
+    /// Reads the loss mask of the tokens from index `start` on into `counted`: 1 for tokens that count, 0 for the others.
+    /// `document_starts`, if given, is the result of [`TokenFile::document_starts`] for the same tokens. Then the first of these tokens in
+    /// each document does not count, because no token of its document precedes it here.
     ///
     /// # Errors
     /// If the mask cannot be read.

@@ -140,9 +140,9 @@ impl TensorSpec {
         }
     }
 
-    /// Returns the positions of the tensor that a rank of the context axis holds; `None` for all. A rank holds document starts not only for
-    /// its own positions, but for the positions of all ranks at its place on the ring: after the all-to-all between these ranks, it
-    /// computes attention for all of these positions.
+    /// Returns the positions of the tensor that a rank of the context axis holds; `None` for all. For [`DOCUMENT_STARTS`], these are the
+    /// positions of all ranks with the same place on the ring: after the all-to-all between these ranks, each of them computes attention
+    /// for all of these positions.
     fn positions(&self, context: ContextRank) -> Option<Positions> {
         let len = self.num_positions().filter(|_| context != ContextRank::ALONE)?;
         Some(if self.name == DOCUMENT_STARTS { context.ring_positions(len) } else { context.positions(len) })

@@ -27,8 +27,9 @@ impl Model {
         Model { units, table: Arc::new(table) }
     }
 
-    /// Builds the part of a model that the rank at `place` has. `build` adds the parameters to the table that it receives. The table
-    /// returns the rank's part of each. If there are several ranks, `build` is also called once for the full model, on a counting device.
+    /// Builds the part of a model that the rank at `place` has. `build` adds full parameters to the table that it receives, and the table
+    /// returns the rank's part of each parameter. If there are several ranks, `build` is also called once for the full model, on a
+    /// counting device.
     ///
     /// # Errors
     /// Errors of `build`, [`CannotSplit`](crate::ModelError::CannotSplit) and [`Experts`](crate::ModelError::Experts).

@@ -26,7 +26,7 @@ pub struct PassOptions {
     pub precision: Precision,
     /// Recipe for fp8 operands of matrix products; `None` if operands have `precision`.
     pub fp8: Option<Fp8Recipe>,
-    /// Whether ranks of the tensor axis split rows between tensor-parallel layers (sequence parallelism).
+    /// Whether values between tensor-parallel layers are sharded by rows over the tensor axis (sequence parallelism).
     pub sequence_parallel: bool,
     /// This rank's place among the ranks that share the positions of a sequence. Batches hold only this rank's positions.
     pub context: ContextRank,

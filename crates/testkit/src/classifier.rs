@@ -114,8 +114,8 @@ impl Unit for Head {
     }
 }
 
-/// Builds a classifier of dense features and bags of ids from parameters of `table`. Two of its middle units also learn to reproduce the
-/// features.
+/// Builds a classifier of dense features and bags of ids, and adds its parameters to `table`. Two of its middle units also learn to
+/// reproduce the features.
 ///
 /// Its metrics are `distance` (of these two units), `accuracy`, `recall` (over the rows of class 0) and `cross_entropy`.
 ///

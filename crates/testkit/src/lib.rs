@@ -34,7 +34,7 @@ pub fn run_ranks<T: Send>(world_size: usize, rank: impl Fn(Group) -> T + Sync) -
     run_ranks_on(&vec![0; world_size], rank)
 }
 
-/// As [`run_ranks`], with one rank per element of `hosts`. The elements are the numbers of the ranks' hosts.
+/// As [`run_ranks`], with `hosts.len()` ranks. Rank `r` is assigned to host number `hosts[r]`.
 pub fn run_ranks_on<T: Send>(hosts: &[usize], rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
     let groups = inproc_world_on(hosts, &GroupOptions::default());
     std::thread::scope(|scope| {

@@ -196,7 +196,7 @@ pub(super) fn rows(settings: BenchSettings) -> Vec<Row> {
     let llama = Step { model: "llama-12m", ..gpt2 };
     let gpt2_124m = Step { model: "gpt2-124m", batch: 2, seq: 512, ..gpt2 };
 
-    // One command measures both sizes. The smaller one times the factor is the larger one.
+    // One command measures both sizes: 4 KiB, and 4 KiB times the factor, which is 64 MiB.
     let seconds = settings.seconds;
     let sizes = format!("--min-bytes 4096 --max-bytes 67108864 --factor 16384 --seconds {seconds}");
     let all_reduce = |transport: &str| BenchCommand {

@@ -65,8 +65,8 @@ impl LiteralNames {
         }
     }
 
-    /// Marks the names in the strings of a value, and returns their number. The beginning of a name at the end of a
-    /// string is marked as well, because the template may complete it.
+    /// Marks the names in the strings of a value, and returns their number. If a string ends with a prefix of a name, the
+    /// prefix is marked as well, because the template may complete the name.
     fn mark(&self, value: &mut Value) -> u64 {
         match value {
             Value::String(text) => {

@@ -10,8 +10,8 @@ pub struct AnnotatedText {
     pub text: String,
     /// Byte ranges of the answers in `text`, in ascending order.
     pub answers: Vec<Range<usize>>,
-    /// Byte positions in `text`, in ascending order. Each is the end of the first character of a special-token name that comes from a
-    /// message, or of the beginning of such a name. These names are encoded as plain text.
+    /// Byte positions in `text`, in ascending order: for each special-token name that comes from a message, the end of the name's first
+    /// character. A prefix of a name at the end of a string counts as a name. These names are encoded as plain text.
     pub literal: Vec<usize>,
     /// Whether to put the tokenizer's beginning tokens before the document, because its text does not contain them.
     pub adds_beginning: bool,

@@ -104,9 +104,10 @@ impl Progress for NoProgress {
 ///
 /// A text file is one document. In JSON Lines files, and in files that are one JSON array, each object is a document. Each document is
 /// followed by the tokenizer's end-of-document token, if it has one. Validation documents are drawn from the whole corpus and held out
-/// completely. Documents with more tokens than are held out in total are concatenated, and only the tail of the concatenation is held out.
-/// If too few complete documents fit, the tail of the whole corpus is held out instead. Long texts are tokenized in pieces of at most 128
-/// KiB, split between words if possible. The output depends only on the inputs and the options, not on the number of threads.
+/// completely. A document that is longer than the whole validation part cannot be held out completely: all such documents are
+/// concatenated, and the tail of the concatenation is held out. If too few complete documents fit, the tail of the whole corpus is held out
+/// instead. Long texts are tokenized in pieces of at most 128 KiB, split between words if possible. The output depends only on the inputs
+/// and the options, not on the number of threads.
 ///
 /// Cost: memory for a few batches of 128 KiB per thread, regardless of the size of the corpus; twice the size of the
 /// tokens on disk while it runs; one pass over the corpus, and a second one if a tokenizer is trained.
@@ -275,7 +276,8 @@ pub fn has_no_corpus(folder: &Path) -> Result<bool, DataError> {
     is_free().map_err(|source| DataError::Read { path: folder.to_owned(), source })
 }
 
-/// Checks about the first `bytes_max` bytes of the inputs for the errors that [`prepare`] would report. Writes nothing.
+/// Reads approximately the first `bytes_max` bytes of the inputs, and checks for errors that [`prepare`] would report.
+/// Writes nothing.
 ///
 /// # Errors
 /// As [`prepare`], except errors of the tokenizer and the output.
@@ -371,7 +373,7 @@ fn choose_tokenizer(
 }
 
 /// Tokenizes all inputs into one token file, and into a loss mask if a name for it is given. Also returns the number of
-/// documents up to the end of each input; inputs without documents may be missing at the end.
+/// documents up to the end of each input; trailing inputs without documents may have no entry.
 fn tokenize(
     options: &PrepareOptions,
     inputs: &Inputs,

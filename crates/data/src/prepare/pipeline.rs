@@ -15,7 +15,7 @@ const WAITING_BATCHES_MAX: usize = 2;
 pub(super) struct Writers {
     pub(super) tokens: TokenFileWriter,
     pub(super) loss_mask: Option<TokenFileWriter>,
-    /// Number of documents up to the end of each input. Inputs without documents may be missing at the end.
+    /// Number of documents up to the end of each input. Trailing inputs without documents may have no entry.
     pub(super) cumulative_documents: Vec<u64>,
 }
 

@@ -65,7 +65,7 @@ struct OpenFile<'a> {
     input: Input,
     decoder: Utf8Decoder,
     document: DocumentText,
-    /// The documents with answers of the last record; empty if it has none.
+    /// The last record's documents with answers; empty if it has none.
     answered: Vec<AnnotatedText>,
     /// The parser state if the file is one JSON array.
     array: Option<JsonArray>,
@@ -77,7 +77,7 @@ struct OpenFile<'a> {
     record_line: u64,
     /// Number of bytes before the last record in its line.
     record_column: usize,
-    /// Number of records of the array read, including the last one.
+    /// Number of records read from the array, including the last one.
     num_records: u64,
     at_end: bool,
 }

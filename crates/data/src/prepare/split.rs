@@ -22,10 +22,10 @@ struct HeldOut {
 /// Chooses about `fraction` of the tokens, rounded, at least one, but not all.
 ///
 /// A document is long if it has more tokens than are held out in total. Short documents are visited in a fixed random
-/// order. Each one that still fits is held out completely, until the fraction of the tokens of short documents is
-/// nearly reached. So small and large documents are equally likely to be chosen. In addition, the tail of the
-/// concatenated long documents is held out. If complete documents make up less than half of the tokens that short
-/// documents should contribute, the tail of the whole corpus is held out instead.
+/// order. Each one that still fits is held out completely, until nearly `fraction` of the tokens of all short documents
+/// is held out; filling the rest exactly would favor small documents. In addition, the tail of the concatenated long
+/// documents is held out. If complete documents make up less than half of the tokens that short documents should
+/// contribute, the tail of the whole corpus is held out instead.
 fn held_out(all: &TokenFile, fraction: f64) -> Result<HeldOut, DataError> {
     let rounded = (fraction * all.num_tokens() as f64).round() as u64;
     let num_held_out = rounded.min(all.num_tokens().saturating_sub(1)).max(1);

@@ -63,9 +63,9 @@ impl Tokenizer {
         self.special_tokens().map(|(_, name)| name.to_owned()).collect()
     }
 
-    /// Encodes as [`encode_with_offsets`](Self::encode_with_offsets) does, except for special tokens from messages. These
-    /// have one of the positions `literal` after their first byte, or at their end. They are encoded as plain text,
-    /// together with the text around them up to the next special tokens.
+    /// Encodes as [`encode_with_offsets`](Self::encode_with_offsets) does, but encodes special-token names from messages as
+    /// plain text. A name is from a message if one of the positions `literal` is inside the name or at its end. It is
+    /// encoded together with the text around it, up to the next special tokens.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).

@@ -14,7 +14,7 @@ pub(super) const BRIDGE: &str = "br0";
 /// dropped, and when this process ends, for whatever reason.
 #[derive(Debug)]
 pub(super) struct Namespace {
-    /// This process ends when its standard input does, which the kernel closes when the test process ends.
+    /// Runs `cat`, which ends when its standard input is closed. The kernel closes it when the test process ends.
     holder: Child,
 }
 
