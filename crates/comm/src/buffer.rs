@@ -64,7 +64,7 @@ impl<T: BufferElement> Buffer<T> {
     /// event.
     ///
     /// # Panics
-    /// If the memory has another dtype or fewer elements: here, or when a group waits for the device.
+    /// If the memory has another dtype or fewer elements. If a device still uses it, the check is made when the vector is waited for.
     pub fn pending(buffer: Pending<Buffer<T>>, dtype: DType, len: usize) -> Self {
         match buffer.try_take() {
             Ok(buffer) => {

@@ -174,8 +174,8 @@ impl Group {
     /// longer; the rest is neither read nor changed.
     ///
     /// On `H` hosts of `L` ranks, this takes `H (L - 1)` steps within a host and `H - 1` steps between hosts, where the pairwise algorithm
-    /// takes `(H - 1) L` between hosts. The bytes between hosts are the same. The bytes within a host grow by the blocks for ranks of other
-    /// hosts that have another local rank. The pairwise algorithm is used unless there are several hosts with equally many ranks.
+    /// takes `(H - 1) L` between hosts. The bytes between hosts are the same. A block for another host also travels within the sender's
+    /// host if its receiver has another local rank. The pairwise algorithm is used unless there are several hosts with equally many ranks.
     /// [`all_to_all_variable_by_hosts`](trireme_schedule::collective::all_to_all_variable_by_hosts) describes the steps and cites the
     /// papers.
     pub fn all_to_all_variable_by_hosts<T: BufferElement>(

@@ -23,7 +23,7 @@ pub struct Untyped;
 impl BufferElement for Untyped {}
 
 mod private {
-    /// The reductions of two elements. Sealed, because ranks name an element type to each other by its dtype.
+    /// The reductions of two elements. Sealed, because ranks identify element types by dtype, so a type without one cannot be sent.
     pub trait Reduce: Copy {
         fn sum(left: Self, right: Self) -> Self;
         fn prod(left: Self, right: Self) -> Self;

@@ -6,7 +6,7 @@ use crate::{Operation, words};
 use trireme_base::{DType, Random, RandomKey, Rank, ReduceOp};
 use trireme_schedule::collective::CollectiveKind;
 
-/// Values for which length, count and tag checks often fail.
+/// Values for which checks of lengths, counts and tags are often wrong.
 const EDGE_VALUES: [u64; 8] = [0, 1, 2, 255, 1 << 16, 1 << 32, u64::MAX - 1, u64::MAX];
 
 /// Generates inputs: valid messages with a few changes each, and some random bytes.

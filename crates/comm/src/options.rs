@@ -11,14 +11,14 @@ use trireme_schedule::collective::{Algorithm, CostModel, DirectCost, LinkCost};
 /// Options of a group's operations. Must be equal on all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GroupOptions {
-    /// How long an operation waits for a rank that has not reached it and makes no progress, or, once all ranks have reached it, without
-    /// progress of any rank. Then it fails. At most a year.
+    /// Maximum time without progress. An operation fails if a rank that has not reached it makes no progress for this long, or, once all
+    /// ranks have reached it, if none of them makes progress. At most a year.
     pub timeout: Duration,
     /// How long the network between hosts may be interrupted before the unreachable ranks count as lost; from one second to
     /// [`NETWORK_PAUSE_MAX`](GroupOptions::NETWORK_PAUSE_MAX). The end of a process is noticed at once.
     pub network_pause: Duration,
-    /// Maximum bytes of a vector that is copied through staging buffers in shared memory. Such a copy takes one synchronisation for up to
-    /// 256 KiB. Vectors longer than this maximum are read and written in place if they are in shared memory. At most
+    /// Maximum bytes of a vector that is copied through staging buffers in shared memory, which takes one barrier for up to 256 KiB.
+    /// Vectors above this maximum are read and written in place if they are in shared memory. At most
     /// [`SHORT_BYTES_LIMIT`](GroupOptions::SHORT_BYTES_LIMIT).
     pub short_bytes_max: usize,
     /// Bytes of the chunks in which long vectors are processed, chosen so that a chunk stays in cache.
@@ -37,7 +37,8 @@ pub struct GroupOptions {
     /// Number of TCP connections to each peer for collectives. Messages have as many of their own. Bytes are striped over the connections,
     /// 128 KiB at a time. At most [`SOCKETS_PER_PEER_MAX`](GroupOptions::SOCKETS_PER_PEER_MAX).
     pub sockets_per_peer: usize,
-    /// Whether long payloads are sent over TCP without a copy, where the kernel supports that and it saves a copy.
+    /// Whether long payloads are sent over TCP without a copy (`MSG_ZEROCOPY`). Has no effect with TLS, with several sockets per peer, or
+    /// if the kernel does not support it or copies anyway.
     pub zero_copy: bool,
 }
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 pub struct CommStatistics {
     /// Number of operations that completed or failed.
     pub num_operations: u64,
-    /// Bytes of user data that this rank moved: sent over sockets, without frame headers, or read from and written to peers' shared memory.
-    /// [`trireme_schedule::collective`] has the formulas.
+    /// Bytes of user data that this rank moved in operations, without messages: sent over links, without frame headers, or read from and
+    /// written to peers' shared memory. [`trireme_schedule::collective`] has the formulas.
     pub payload_bytes: u64,
     /// Bytes of user data in messages that this rank has sent ([`Group::send`](crate::Group::send)).
     pub message_bytes: u64,

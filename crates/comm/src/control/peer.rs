@@ -18,8 +18,8 @@ pub(super) struct Peer {
     pub(super) link: ControlLink,
     /// Number of operations that the peer is known to have begun.
     pub(super) num_begun: u64,
-    /// Number and operation in which the peer reported that it waits, until they are compared with this rank's operation of the same
-    /// number.
+    /// The operation in which the peer reported that it waits, with its number. Taken when it is compared with this rank's operation of
+    /// that number.
     pub(super) waiting: Option<(u64, Operation)>,
     /// Whether the peer waits for a report of this rank's progress.
     pub(super) is_asking: bool,

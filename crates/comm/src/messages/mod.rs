@@ -338,7 +338,7 @@ impl MessageTicket {
             state = match state.engine.take() {
                 Some(engine) => queue.run_engine(state, engine, true, is_done),
                 None => {
-                    // The message thread lets a waiting thread run the engine.
+                    // If the message thread runs the engine, it stops and leaves the engine to a waiting thread.
                     queue.wake();
                     queue.finished.wait(state).unwrap_or_else(PoisonError::into_inner)
                 }

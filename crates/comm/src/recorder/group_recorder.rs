@@ -143,7 +143,8 @@ impl GroupRecorder {
         Wait { log: is_issuer.then_some(&*self.log) }
     }
 
-    /// The place where the only thread that issues this group's operations waits, if it waits in another group.
+    /// The place in another group where the thread that issues this group's operations waits. `None` if it waits in no other group, or if
+    /// several threads or none have issued operations of this group.
     pub(crate) fn blocked_elsewhere(&self) -> Option<ReportedPlace> {
         let issuer = self.log.lock().issuer;
         let groups = self.recorder.groups().clone();

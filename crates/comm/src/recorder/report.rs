@@ -132,7 +132,7 @@ pub struct Place {
     pub group: String,
     /// A failed operation if there is one, else a pending one, else the last completed one. `None` before the first operation.
     pub operation: Option<OperationReport>,
-    /// Seconds since the operation began, or since it ended if it is done.
+    /// Seconds since the operation began; since it was issued if it is queued; since it ended if it is done.
     pub seconds: f64,
 }
 

@@ -40,7 +40,7 @@ fn choose(interface: &str, present: &[(String, IpAddr)], wants_v4: bool) -> Opti
             return fitting(&|_, ip| ip == wanted);
         }
         if let Some(network) = Network::parse(wanted) {
-            // The network of all addresses does not match loopback addresses.
+            // A network whose own address is not loopback, such as 0.0.0.0/0, does not match loopback addresses.
             return fitting(&|_, ip| network.has(ip) && ip.is_loopback() == network.ip.is_loopback());
         }
         let begins = || fitting(&|name, _| !is_exact && name.starts_with(wanted));

@@ -239,7 +239,7 @@ impl MeshBuilder<'_> {
     }
 
     /// Establishes a connection from a socket whose handshake derived `key`. Data connections over TCP are encrypted if TLS is configured.
-    /// Notices are not: they reveal only which operation a rank executes.
+    /// Control connections are not: notices reveal only the operations, groups and program lines of ranks.
     fn establish(
         &mut self,
         member: usize,

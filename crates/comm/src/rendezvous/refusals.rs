@@ -2,8 +2,8 @@ use crate::{JoinOptions, OnRefusal, Refusal};
 use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Maximum number of refusals that are reported and kept. Others are only counted, so that a flood of connections does not become a flood
-/// of warnings.
+/// Maximum number of refusals that are reported and kept. The next one is reported as the last. The rest are only counted, so that a flood
+/// of connections does not become a flood of warnings.
 const NUM_REPORTED_MAX: usize = 16;
 
 /// The connections that were refused while this rank joined.

@@ -51,7 +51,8 @@ pub(crate) struct LinkTransport {
     /// The steps of the current operation. Later operations reuse the list's memory.
     steps: Vec<Step>,
     phases: Vec<Phase>,
-    /// Like `vector`, taken while an operation uses it, and not dropped if that panics, because MPI may still access it.
+    /// Scratch memory of the steps. An operation that uses it takes it out of the transport. If the operation panics, the memory leaks,
+    /// because MPI may still access it. The same holds for `vector`.
     scratch: Vec<CacheLine>,
     /// A full vector for out-of-place operations without a full output.
     vector: Vec<CacheLine>,

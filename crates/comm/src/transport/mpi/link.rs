@@ -62,7 +62,7 @@ impl From<Failed> for Broken {
 }
 
 impl MpiLink {
-    /// Creates the link. `wakeup` is a connected stream socket to the peer. `fragment_bytes` must be equal on both sides.
+    /// Creates the link. `peer_socket` is a connected stream socket to the peer. `fragment_bytes` must be equal on both sides.
     pub(crate) fn new(
         peer_socket: OwnedFd,
         addresses: &MpiAddresses,

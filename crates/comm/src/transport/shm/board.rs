@@ -81,7 +81,8 @@ impl Post {
         self.input == self.output
     }
 
-    /// Whether the locations are blocks where the operation has blocks, and full vectors where it has full vectors.
+    /// Whether the locations match the operation: a location is a block only where the operation has blocks, and an input in the arena is a
+    /// block where the operation has blocks, unless it is in place.
     pub(super) fn fits(&self, operation: Operation) -> bool {
         let is_block = |location: Location| matches!(location, Location::Block(_));
         let (input_is_block, output_is_block) = (operation.input_is_block(), operation.output_is_block());

@@ -1,7 +1,7 @@
 //! Copies between the memories of ranks.
 
-/// Minimum bytes of a copy that bypasses the caches: no cache would hold the result until it is used, and a line that is fully overwritten
-/// need not be read.
+/// Minimum bytes of a copy that bypasses the caches. Caches would evict such a long result before it is used, and stores that bypass them
+/// need not read the target's lines first.
 const STREAM_BYTES_MIN: usize = 8 << 20;
 
 /// Copies bytes. If no cache holds the target, a copy of less than 8 MiB costs three memory accesses per byte, a longer one two.
@@ -42,7 +42,7 @@ unsafe fn stream(from: *const u8, to: *mut u8, num_bytes: usize) {
         __m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128,
     };
     const LINE: usize = 64;
-    /// How far ahead of the copy lines are prefetched.
+    /// Bytes from the line that is copied to the line that is prefetched.
     const AHEAD: usize = 16 * LINE;
     let head = to.align_offset(LINE).min(num_bytes);
     let lines_end = head + (num_bytes - head) / LINE * LINE;

@@ -243,7 +243,7 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// Executes the operation of the call, or one phase of it among the members. Root and blocks of `operation` are member indices.
+    /// Executes the operation of the call, or one phase of it among the members. `operation` numbers its root and blocks by member index.
     pub(crate) fn execute(
         &mut self,
         call: &Call,

@@ -101,7 +101,7 @@ fn contribution_of_sources(kind: CollectiveKind) -> Contribution {
     }
 }
 
-/// Returns two numbers of elements: the room that a stage has for each staged part, which bounds the length of a window, and the total
+/// Returns two numbers of elements: how many of each staged part fit into a stage, which bounds the length of a window, and the total
 /// length of all windows.
 pub(super) fn window_lens(operation: Operation, num_members: usize, stage_len: usize) -> (usize, usize) {
     let collective = collective_of(operation);

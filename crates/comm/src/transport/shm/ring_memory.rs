@@ -18,7 +18,7 @@ impl RingMemory {
     /// Creates a handle to the ring at `offset`.
     ///
     /// # Panics
-    /// If the ring is not inside the memory, or not aligned to a cache line.
+    /// If the ring is not inside the memory, or its offset is not a multiple of 128 bytes.
     pub(super) fn new(memory: Arc<Mapping>, offset: usize) -> Self {
         memory.at(offset, RING_BYTES);
         assert!(offset.is_multiple_of(align_of::<State>()), "rings are at multiples of a line");
