@@ -1,5 +1,5 @@
-//! Cleanup after a save: removes old checkpoints and the remains of crashes, and names the latest checkpoint. A failure here is reported,
-//! and does not fail the save.
+//! Cleanup after a save: removes old checkpoints and the remains of crashes, and writes the file `latest`. A failure here is reported, and
+//! does not fail the save.
 
 use crate::error::CheckpointError;
 use crate::files::FileOperation;
@@ -9,10 +9,10 @@ use std::fs;
 use std::path::Path;
 
 /// Cleans up `folder`, whose newest checkpoint has the step `newest`, after a crash or a cleanup that failed. Removes unfinished folders,
-/// and all checkpoints except the newest `keep_latest_k` (0 keeps all) and the [best](mark_best). Then names the latest checkpoint.
-/// Callers also use it after another checkpoint became the best, because the previous best may then be removed. Only one process may call
-/// it, and no process may save to the folder meanwhile. Calls `on_progress` before each change and each entry of a folder that is
-/// removed.
+/// writes the name of the newest checkpoint to `latest`, and removes all checkpoints except the newest `keep_latest_k` (0 keeps all) and
+/// the [best](mark_best). Callers also use it after another checkpoint became the best, because the previous best may then be removed.
+/// Only one process may call it, and no process may save to the folder meanwhile. Calls `on_progress` before each change and each entry of
+/// a folder that is removed.
 ///
 /// Returns the errors of the changes that failed. The checkpoints are complete all the same.
 pub fn clean_up(

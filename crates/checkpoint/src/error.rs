@@ -149,8 +149,8 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
-    /// Returns whether a checkpoint differs from what was written, so that an older one may be intact. A folder that may not be read, or a
-    /// newer version of the format, is not damage.
+    /// Returns whether a checkpoint differs from what was written, so that an older one may be intact. Missing permission to read a folder
+    /// is not damage, and neither is a newer version of the format.
     pub fn is_damage(&self) -> bool {
         match self {
             CheckpointError::Damaged { .. }

@@ -33,8 +33,8 @@ pub struct ModelExport<'a> {
     pub files: &'a [ExtraFile<'a>],
     /// The floating-point dtype that floating-point tensors are written in. `None` keeps the stored dtype of each.
     pub dtype: Option<DType>,
-    /// Maximum size of a weight file in bytes. A larger model is written to several files with an index. Only a single tensor that is
-    /// larger exceeds the maximum.
+    /// Maximum number of tensor bytes in a weight file. A larger model is written to several files with an index. A file exceeds the
+    /// maximum only if it contains a single larger tensor.
     pub shard_bytes_max: u64,
     /// Whether to replace an existing export.
     pub force: bool,

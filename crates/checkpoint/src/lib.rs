@@ -16,15 +16,17 @@
 //! ```text
 //! checkpoints/
 //!   latest                       "step-40", for people and other programs
-//!   best                         "step-20", the lowest validation loss, if one was named
+//!   best                         "step-20", the checkpoint with the lowest validation loss, if one was marked
 //!   step-40/
 //!     checkpoint.json            the manifest
-//!     shard-00000.safetensors    the parts that rank 0 wrote; a tensor is named `name`, or `name@8,0` for a part
-//!     shard-00001.safetensors      that begins at index 8 of dim 0 and 0 of dim 1
+//!     shard-00000.safetensors    the parts that rank 0 wrote
+//!     shard-00001.safetensors    the parts that rank 1 wrote
 //!     config.toml, config.json   small files given to save
 //!   step-50.partial-3fa94c01/    an unfinished save, interrupted by a crash; the next save or resume removes it
 //!   step-40.damaged-90c1f2e7/    a checkpoint that could not be read back; nothing removes it
 //! ```
+//! In a shard, a full tensor has its own name. A part has a name such as `name@8,0` if it begins at index 8 of dim 0 and index 0 of dim 1.
+//!
 //! The manifest is one JSON object with the members `format`, `format_version`, `step`, `state` (given by the caller), `tensors` (each with
 //! `dtype`, `shape` and `parts`; a part has a `file`, an `extent` and the `crc32` of its bytes), `files` (each with `size` and `crc32`),
 //! and last `crc32`, which covers all of the manifest's text before that member.

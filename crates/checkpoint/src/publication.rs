@@ -79,7 +79,8 @@ pub(crate) fn name_checkpoint(folder: &Path, name: &str, step: u64) -> Vec<FileO
     ]
 }
 
-/// Returns the changes that rename a checkpoint to an unfinished one and then remove it, so that a partly removed one never looks complete.
+/// Returns the changes that remove a checkpoint. Its folder is first renamed to the name of an unfinished save, so that a partly removed
+/// checkpoint never looks complete.
 fn removal(folder: &Path, step: u64) -> Vec<FileOperation> {
     let aside = folder.join(step_name(step) + &partial_suffix());
     let from = folder.join(step_name(step));

@@ -188,8 +188,8 @@ impl StoredTensors {
 
     /// Returns the same tensors under the names that `rename` returns. Leaves out tensors for which it returns `None`.
     ///
-    /// This maps files with other names (without a leading `transformer.`), and drops buffers that are not parameters (`attn.bias`,
-    /// `rotary_emb.inv_freq`, a tied `lm_head.weight`).
+    /// Callers use it for files with other names (without a leading `transformer.`), and to drop tensors that are not parameters
+    /// (`attn.bias`, `rotary_emb.inv_freq`, a tied `lm_head.weight`).
     ///
     /// # Errors
     /// If two tensors get the same name.

@@ -81,8 +81,8 @@ impl MeasuredTimes {
     }
 }
 
-/// Returns the costs of units per microbatch, in measured nanoseconds. A backward pass that ran both halves is divided in proportion to the
-/// counted costs of the halves.
+/// Returns the costs of units in measured nanoseconds: of passes per microbatch, and of the update per step. A backward pass that ran both
+/// halves is divided in proportion to the counted costs of the halves.
 fn measured_costs(counted: &[StageCosts], times: &[UnitTimes], num_microbatches: usize) -> Vec<StageCosts> {
     let costs = |(counted, times): (&StageCosts, &UnitTimes)| {
         let [forward, backward, recompute_and_input, weight, update] = *times;

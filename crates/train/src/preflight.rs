@@ -153,8 +153,8 @@ fn clock_warnings(times: &[f64]) -> Vec<String> {
     apart.into_iter().map(line).collect()
 }
 
-/// Refuses a disk without room for two checkpoints: a complete one, and the next one while it is written. Returns a notice if there is less
-/// room than the checkpoints to keep need.
+/// Refuses a disk without room for two checkpoints: a complete one, and the next one while it is written. Returns a notice if there is no
+/// room for `keep_latest_k` complete checkpoints and the next one.
 pub(crate) fn check_room(config: &Config, checkpoint_bytes: u64) -> Result<Option<String>, TrainError> {
     let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
     let existing = folder.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("."));

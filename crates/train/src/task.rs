@@ -38,7 +38,7 @@ pub trait Task: Send + Sync {
         Ok(None)
     }
 
-    /// Returns whether dim 0 of each tensor of a sample counts the positions of a sequence, which context parallelism may split. Then only
+    /// Returns whether dim 0 of each tensor of a sample is the position in a sequence. Context parallelism may then split this dim. Only
     /// [attention](trireme_tensor::tape::Attention) may combine positions, and the loss must be a mean over positions.
     fn has_positions(&self) -> bool {
         false

@@ -74,7 +74,7 @@ impl ModelWeights {
 pub fn load_model(path: &Path, allow_non_finite: bool, device: &Device) -> Result<LoadedModel, TrainError> {
     let weights = ModelWeights::open(path)?;
     let (config, notices) = (weights.config.clone(), weights.notices.clone());
-    // A generation has its own limit of positions.
+    // Text generation does not need a `seq_len` here, because its KV cache has its own limit.
     let (model, parameters) = weights.load(0, allow_non_finite, device)?;
     Ok(LoadedModel { executor: forward_executor(&config, model, parameters, device)?, config, notices })
 }

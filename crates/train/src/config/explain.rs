@@ -157,9 +157,9 @@ fn write_lists(name: &str, section: &dyn Section) -> String {
     text
 }
 
-/// Returns whether a key has an effect in this config. The following keys have none: keys of language models for another task, keys that
-/// describe a model that is described elsewhere, keys of loss scaling without f16, keys of fp8 without fp8, and options of another
-/// optimizer or codec.
+/// Returns whether a key has an effect in this config. The following keys have none: keys of language models for another task, keys of
+/// `[model]` that a `config.json` replaces, keys of loss scaling without f16, keys of fp8 without fp8, and options of another optimizer or
+/// codec.
 fn has_effect(config: &Config, section: &str, key: &Key) -> bool {
     if config.task_kind() == TaskKind::CustomTask {
         if is_language_model_key(section, key.name) {

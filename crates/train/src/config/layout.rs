@@ -11,8 +11,8 @@ use trireme_schedule::pipeline::ScheduleKind;
 config_section! {
     /// How the work is divided among the workers.
     Parallelism {
-        /// Number of replicas of the training state, each of which sees different data. -1 uses as many as the shards
-        /// leave.
+        /// Number of replicas of the training state, each of which sees different data. -1 uses the number of data-parallel
+        /// workers divided by the number of shards.
         data_parallel_replicate_degree: i64 = -1, within -1..=1 << 20;
         /// Number of workers that divide each block (heads of attention, inner width of the feed-forward layer) and the
         /// vocabulary. They are neighbours, read the same data, and exchange activations twice per block in forward and

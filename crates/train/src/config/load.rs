@@ -39,8 +39,8 @@ impl Config {
         Config::parse_for_task(task_kind, &read_file(path)?, path, overrides, world_size)
     }
 
-    /// Returns the text of the file that this config was loaded from, edited to contain the overrides and the run's name. It loads as the
-    /// same config, and also with another number of workers.
+    /// Returns the text of the file that this config was loaded from, edited to contain the overrides and the run's name. The text loads as
+    /// the same config. Because its values are not resolved, it can also be loaded for another number of workers.
     ///
     /// # Errors
     /// If the file cannot be read any more.

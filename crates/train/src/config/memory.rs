@@ -37,7 +37,8 @@ pub(super) fn sharding_key(parallelism: &Parallelism) -> &'static str {
     if parallelism.zero_stage == 0 { "parallelism.shard_gradients" } else { "parallelism.zero_stage" }
 }
 
-/// Returns the number of replicas and the number of workers that shard each. A degree that is not given is as large as the workers allow.
+/// Returns the number of replicas and the number of workers that shard each. A degree that is not given is as large as the workers allow,
+/// but the number of workers that shard a replica is 1 if nothing is sharded.
 pub(super) fn degrees(parallelism: &Parallelism, data_parallel_degree: usize) -> (usize, usize) {
     let given = |degree: i64| usize::try_from(degree).ok().filter(|&degree| degree > 0);
     let replicas = given(parallelism.data_parallel_replicate_degree);

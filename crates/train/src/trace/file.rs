@@ -1,5 +1,6 @@
 //! `trace.json` in Chrome's trace format (Google, "Trace Event Format", the JSON object form), with a process for each rank and a thread
-//! for each stream. Names of events are actions in the form of program texts. `otherData` has the header of each rank's program.
+//! for each stream. An event is named by the text of its action, such as `F 1 0`. `otherData` has the header of each rank's program, and
+//! the duration of each step.
 
 use super::{RankPlace, RankTimeline, TRACE_FILE, TracedAction, TracedStep};
 use crate::error::TrainError;
@@ -46,7 +47,7 @@ struct Header {
 struct HeaderStep {
     step: u64,
     model_flops: f64,
-    /// Nanoseconds that the step took each rank.
+    /// Duration of the step on each rank, in nanoseconds.
     durations: Vec<u64>,
 }
 

@@ -17,7 +17,7 @@ const ACTIONS_MAX: usize = 1 << 18;
 /// A writer of the timelines of the newest traced steps.
 pub(crate) struct Tracer {
     path: PathBuf,
-    /// On rank 0.
+    /// The newest traced steps. Empty on ranks other than 0.
     steps: VecDeque<TracedStep>,
 }
 
@@ -32,8 +32,8 @@ impl Tracer {
         self.steps.clear();
     }
 
-    /// Gathers the timeline of the last step from all ranks, and writes it with the earlier steps that are kept. `duration` is the time
-    /// that the step took this rank. Collective.
+    /// Gathers the timeline of the last step from all ranks, and writes it with the earlier steps that are kept. `duration` is the duration
+    /// of the step on this rank. Collective.
     pub(crate) fn write(
         &mut self,
         step: u64,

@@ -57,7 +57,7 @@ pub struct RankTimeline {
     pub header: ProgramHeader,
     /// Peak FLOP/s of the rank's device, if it is known.
     pub peak_flops: Option<f64>,
-    /// Nanoseconds that the step took the rank, including the reading of its samples.
+    /// Duration of the step on the rank in nanoseconds, including the reading of its samples.
     pub duration: u64,
     /// The actions in the program's order.
     pub actions: Vec<TracedAction>,

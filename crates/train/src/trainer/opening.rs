@@ -189,7 +189,7 @@ fn begin_or_resume(
     validation: Option<&Validation>,
     observer: &mut dyn Observer,
 ) -> Result<(TrainingState, Option<Checkpoint>), TrainError> {
-    // The earlier run is moved only when nothing but the resume itself can still fail.
+    // The earlier run is moved as late as possible: after the checks of the config, the task, the model and the disk.
     if executor.group().rank() == Rank::ROOT && config.checkpoint().resume == Resume::Never {
         run_folder::set_aside(&config.run_folder(), observer)?;
     }

@@ -200,7 +200,7 @@ fn stored_gradients_are_rescaled_when_the_loss_scale_changes() {
         })
         .remove(0)
     };
-    // Activations in f16 have the same bits at both scales as long as no gradient underflows, and few do.
+    // Apart from the scale, gradients in f16 have the same bits at both scales unless they underflow, and few do.
     let whole = run("whole", 10, "training.loss_scale=1024");
     run("cut", 5, "training.loss_scale=1024");
     let rest = run("cut", 10, "training.loss_scale=4096");
