@@ -80,7 +80,7 @@ fn kernels(root: &Path) -> Result<Vec<Kernel>> {
         device.iter().flat_map(|text| methods(text, &definitions, &arms)).collect();
     kernels.extend(definitions.into_iter().filter(|definition| definition.has_method).map(|definition| {
         let Definition { path, name, what, .. } = definition;
-        Kernel { name, what, element_types: element_types(&arms[&path]) }
+        Kernel { name, what, element_types: arms.get(&path).map_or_else(Vec::new, |run| element_types(run)) }
     }));
     // A kernel with several methods is described by the first of them.
     kernels.sort_by(|left: &Kernel, right| left.name.cmp(&right.name));

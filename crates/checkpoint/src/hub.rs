@@ -6,8 +6,10 @@ use hf_hub::api::sync::ApiBuilder;
 use std::env;
 use std::path::{Path, PathBuf};
 
+/// Whether `HF_HUB_OFFLINE` forbids downloads: if it is 1, on, yes or true, in upper or lower case, as in Hugging Face's own libraries.
 pub(crate) fn is_offline() -> bool {
-    env::var_os("HF_HUB_OFFLINE").is_some_and(|value| value != "0" && !value.is_empty())
+    let is_true = |value: String| ["1", "on", "yes", "true"].contains(&&*value.to_ascii_lowercase());
+    env::var("HF_HUB_OFFLINE").is_ok_and(is_true)
 }
 
 /// Fetches the weights of a model and the files that describe it into `cache`, with a progress bar for each file. Returns the folder that

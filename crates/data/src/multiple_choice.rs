@@ -117,6 +117,9 @@ impl Question {
             }
             let refuse = |reason: String| DataError::Question { path: path.to_owned(), line, reason };
             let malformed = |error: serde_json::Error| refuse(message_without_position(&error));
+            if length as u64 == LINE_BYTES_MAX && text.last() != Some(&b'\n') {
+                return Err(refuse(format!("it is longer than {LINE_BYTES_MAX} bytes")));
+            }
             let record: Value = serde_json::from_slice(without_byte_order_mark(&text)).map_err(malformed)?;
             if !has_choices(&record) {
                 let reason =
@@ -132,7 +135,8 @@ impl Question {
     /// Returns the tokens of the context with each choice, as lm-evaluation-harness makes them. Context and choice are
     /// encoded together. The number of context tokens is the length of the context encoded alone, without trailing
     /// spaces; the remaining tokens belong to the choice. The tokenizer's beginning tokens precede a context that is not
-    /// a conversation. If the context has no tokens, the end-of-document token precedes the choice.
+    /// a conversation. If the context has no tokens, the end-of-document token precedes the choice, or token 0 if the
+    /// tokenizer has none.
     ///
     /// # Errors
     /// If the tokenizer fails, as in [`Tokenizer::encode`], or neither the context nor the choice has tokens.

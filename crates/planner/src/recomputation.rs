@@ -58,9 +58,11 @@ pub(crate) fn fit_keeps<E>(
         };
         let room: Vec<PassBytes> = others.iter().map(room).collect();
         let Some(choice) = cheapest_keeps(passes, &room) else { break };
-        if let Some((_, excess)) = last.as_ref().filter(|(keeps, _)| *keeps == choice.keeps) {
-            // The reduced room leads to the same choice, which is known not to fit. Reduce the room further.
+        if let Some((_, excess)) = last.as_mut().filter(|(keeps, _)| *keeps == choice.keeps) {
+            // The reduced room leads to the same choice, which is known not to fit. Reduce the room further, and each time by twice as much:
+            // the excess may be tiny, or memory that recomputation does not reduce.
             room_total = room_total.saturating_sub(*excess);
+            *excess = excess.saturating_mul(2);
             continue;
         }
         let found = run(&choice.keeps)?.memory;

@@ -283,7 +283,7 @@ impl FromStr for ProgramHeader {
             ParseError(format!(
                 "'{text}' should read 'units N microbatches M', optionally followed by 'CLASS SHARE[@TIER]' (optimizer, \
                  parameters, gradients, activations; whole, shard, none; host, disk), 'gather_ahead N', 'gathered kept', \
-                 'fetch_ahead N', 'moved_units N', 'ties U:V', 'tied_gradient step', 'unread U', 'reread U', 'unkept U', \
+                 'fetch_ahead N', 'moved_units N', 'updates early', 'ties U:V', 'tied_gradient step', 'unread U', 'reread U', 'unkept U', \
                  'exchanges U-V:PASS=AXIS.KIND/BYTES' (F, B, I, W; tensor, ring, heads, expert; all_reduce, all_gather, reduce_scatter, all_to_all, shift), 'rank R', 'stage U-V@R' and 'steps N weights W'"
             ))
         })

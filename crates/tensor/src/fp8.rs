@@ -255,7 +255,10 @@ impl Fp8State {
     pub fn restore(&mut self, layer: usize, kept: &[f32], shape: &[usize]) -> bool {
         let is_amax = |amax: &f32| amax.is_finite() && *amax >= 0.0;
         let &[NUM_OPERANDS, kept_len] = shape else { return false };
-        if kept.len() != NUM_OPERANDS * kept_len || kept_len == 0 || !kept.iter().all(is_amax) {
+        if NUM_OPERANDS.checked_mul(kept_len) != Some(kept.len())
+            || kept_len == 0
+            || !kept.iter().all(is_amax)
+        {
             return false;
         }
         let len = self.scales.recipe.amax_history_len;

@@ -115,11 +115,11 @@ impl MemoryCounter {
     /// # Errors
     /// If they would exceed the budget; nothing is counted then.
     pub fn charge(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
-        let total = self.total.current.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
-        if let Some(budget) = self.budget.filter(|&budget| total > budget) {
-            self.total.subtract(bytes);
-            return Err(OverBudget { category, requested: bytes, budget, in_use: self.in_use() });
-        }
+        let budget = self.budget.unwrap_or(usize::MAX);
+        let within_budget = |current: usize| current.checked_add(bytes).filter(|&total| total <= budget);
+        let before = self.total.current.fetch_update(Ordering::Relaxed, Ordering::Relaxed, within_budget);
+        let exceeded = |_| OverBudget { category, requested: bytes, budget, in_use: self.in_use() };
+        let total = before.map_err(exceeded)? + bytes;
         self.of_category[category as usize].add(bytes);
         let own = total.saturating_sub(self.mapped.load(Ordering::Relaxed));
         self.peak_own.fetch_max(own, Ordering::Relaxed);

@@ -154,7 +154,7 @@ pub(crate) fn record_use(config: &Config) {
         return;
     }
     let run_folder = fs::canonicalize(&run_folder).unwrap_or(run_folder);
-    let is_noted = users_of_corpus(folder).is_ok_and(|users| users.contains(&run_folder));
+    let is_noted = recorded_users(folder).is_ok_and(|users| users.contains(&run_folder));
     if !is_noted {
         // A failure is ignored, because a corpus that cannot be written is not replaced either.
         let mut options = fs::OpenOptions::new();
@@ -168,6 +168,13 @@ pub(crate) fn record_use(config: &Config) {
 /// # Errors
 /// If the folder cannot be read.
 pub fn users_of_corpus(folder: &Path) -> Result<Vec<PathBuf>, TrainError> {
+    let mut users = recorded_users(folder)?;
+    users.retain(|run| list_checkpoints(&run.join(CHECKPOINTS_FOLDER)).is_ok_and(|found| !found.is_empty()));
+    Ok(users)
+}
+
+/// Returns the folders of all runs that have used the corpus in `folder`, as recorded by [`record_use`].
+fn recorded_users(folder: &Path) -> Result<Vec<PathBuf>, TrainError> {
     let path = folder.join(USERS_FILE);
     let text = match open_regular(&path).and_then(io::read_to_string) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
@@ -175,9 +182,7 @@ pub fn users_of_corpus(folder: &Path) -> Result<Vec<PathBuf>, TrainError> {
         }
         text => text.map_err(|source| DataError::Read { path, source })?,
     };
-    let mut users: Vec<PathBuf> = text.lines().map(PathBuf::from).collect();
-    users.retain(|run| list_checkpoints(&run.join(CHECKPOINTS_FOLDER)).is_ok_and(|found| !found.is_empty()));
-    Ok(users)
+    Ok(text.lines().map(PathBuf::from).collect())
 }
 
 /// Returns the properties of the training tokens that are recorded in checkpoints. Training on corpora with the same identity gives the

@@ -84,7 +84,8 @@ pub enum TrainError {
     #[error("[experts] is for models with experts, but this model, a {family}, has none; remove the section")]
     NoExperts { family: &'static str },
     #[error(
-        "[experts] bias_update_rate is for biases that balance experts, but those of this model, a {family}, have none; remove the key"
+        "[experts] bias_update_rate is for models whose experts are balanced by biases, but this model, a {family}, has no such biases; \
+         remove the key"
     )]
     NoExpertBias { family: &'static str },
     #[error(

@@ -228,6 +228,20 @@ fn steps_with_state_elsewhere_have_the_same_loss() {
 }
 
 #[test]
+fn the_speed_of_independent_workers_counts_the_tokens_of_all() {
+    let fixture = Fixture::new();
+    fixture.write("config.json", LLAMA);
+    let arguments =
+        "bench step --model . --batch 1 --seq 8 --threads 1 --steps 1 --warmup 0 --workers 2 --json";
+    for (options, num_tokens) in [("", 16.0), ("--independent", 16.0), ("--tensor 2", 8.0)] {
+        let found = parse(&fixture.run(&format!("{arguments} {options}")).succeeded());
+        let number = |key: &str| found[key].as_f64().unwrap();
+        let tokens = number("tokens_per_second_median") * number("step_ms_median") / 1e3;
+        assert!((tokens - num_tokens).abs() < 1e-6, "{options}: {tokens}");
+    }
+}
+
+#[test]
 fn the_disk_is_timed() {
     let fixture = Fixture::new();
     let found = parse(&fixture.run("bench disk --json").succeeded());

@@ -67,6 +67,8 @@ fn pipes_where_files_of_a_run_belong() {
         assert_contains(&error, &[&format!("runs/tiny/{name}"), "it is not a regular file"]);
         std::fs::remove_dir_all(fixture.path("runs")).unwrap();
     }
+    // However often the run begins, the corpus lists it once.
+    assert_eq!(fixture.read("corpus/used-by.txt").lines().count(), 1);
     // A run starts even if it cannot record that it uses the corpus.
     std::fs::remove_file(fixture.path("corpus/used-by.txt")).unwrap();
     mkfifo("corpus/used-by.txt");

@@ -283,11 +283,14 @@ pub fn has_no_corpus(folder: &Path) -> Result<bool, DataError> {
 /// As [`prepare`], except errors of the tokenizer and the output.
 pub fn check_inputs(options: &PrepareOptions, bytes_max: u64) -> Result<(), DataError> {
     options.check()?;
-    let lists = [Inputs::collect(options)?, Inputs::of(&options.validation_inputs, options)?];
-    for inputs in &lists {
+    let lists = [
+        (Inputs::collect(options)?, &options.inputs),
+        (Inputs::of(&options.validation_inputs, options)?, &options.validation_inputs),
+    ];
+    for (inputs, paths) in &lists {
         let has_answers = CorpusReader::begins_with_answers(options, inputs)?;
         let mut reader = CorpusReader::new(options, inputs, SpaceAtSplit::Keep, has_answers);
-        let mut has_text = inputs.files.is_empty();
+        let mut has_text = paths.is_empty();
         while let Some(batch) = reader.next_batch()? {
             has_text = true;
             if batch.input_bytes_read > bytes_max {

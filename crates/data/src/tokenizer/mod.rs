@@ -279,7 +279,8 @@ impl Tokenizer {
         }
     }
 
-    /// Returns the length in bytes of the text of `ids`. The ids may begin or end within a character.
+    /// Returns the length in bytes of the text of `ids`, without special tokens. The ids may begin or end within a character. A part of a
+    /// character counts as its bytes with a byte-level decoder, and as the 3 bytes of U+FFFD with others.
     ///
     /// # Errors
     /// As [`decode`](Self::decode).
@@ -291,13 +292,14 @@ impl Tokenizer {
                 if !matches!(tokenizer.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
                     return Ok(self.decode(ids)?.len() as u64);
                 }
-                // Each character of a byte-level token represents one byte.
                 let added = tokenizer.get_added_tokens_decoder();
-                let texts = ids
-                    .iter()
-                    .filter(|id| !added.contains_key(id))
-                    .filter_map(|&id| tokenizer.id_to_token(id));
-                Ok(texts.map(|text| text.chars().count() as u64).sum())
+                let token_bytes = |id: &u32| match added.get(id) {
+                    Some(token) if token.special => 0,
+                    Some(token) => token.content.len(),
+                    // Each character of a byte-level token represents one byte.
+                    None => tokenizer.id_to_token(*id).map_or(0, |text| text.chars().count()),
+                };
+                Ok(ids.iter().map(|id| token_bytes(id) as u64).sum())
             }
         }
     }

@@ -393,6 +393,20 @@ fn num_bytes_is_the_length_of_the_text() {
         let parts: u64 = tokens.iter().map(|&token| tokenizer.num_bytes(&[token]).unwrap()).sum();
         assert!(parts == text.len() as u64 || text == "a bc");
     }
+    // Added tokens have text unless they are special.
+    let bytes = r#"{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "  ": 1, "<end>": 2}, "merges": []},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "added_tokens": [
+            {"id": 1, "content": "  ", "single_word": false, "lstrip": false, "rstrip": false, "normalized": true, "special": false},
+            {"id": 2, "content": "<end>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true}],
+        "normalizer": null, "post_processor": null, "truncation": null, "padding": null}"#;
+    std::fs::write(&path, bytes).unwrap();
+    let tokenizer = Tokenizer::from_file(&path).unwrap();
+    let mut tokens = Vec::new();
+    tokenizer.encode("a  a", &mut tokens).unwrap();
+    assert_eq!(tokens, [0, 1, 0]);
+    assert_eq!(tokenizer.num_bytes(&[0, 1, 0, 2]).unwrap(), 4);
 }
 
 #[test]

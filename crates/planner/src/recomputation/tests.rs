@@ -212,3 +212,17 @@ fn more_memory_means_less_recomputation() {
     assert_eq!(operations(7 * 10 + 160), Some(8000));
     assert_eq!(operations(150), None);
 }
+
+#[test]
+fn an_excess_that_recomputation_does_not_reduce_ends_the_search() {
+    let passes = sizes(&[[5, 9, 4, 2, 3, 4, 5, 40]; 3]);
+    let bounds = MemoryBounds { device: usize::MAX / 4, host: 0, machine: usize::MAX / 2 };
+    // One byte too many in host memory, whatever units keep.
+    let dry_run = |keeps: &[Keep]| {
+        let mut found = run(&passes, keeps);
+        found.memory.host = 1;
+        Ok::<_, Infallible>(found)
+    };
+    let (_, memory) = fit_keeps(&passes, &batch(&passes), bounds, dry_run).unwrap();
+    assert_eq!(bounds.excess(&memory), 1);
+}

@@ -202,11 +202,13 @@ impl Config {
     }
 
     /// Returns the number of steps for the configured number of epochs over `num_samples` samples, or `None` if the config gives the steps
-    /// instead.
+    /// instead. The number is rounded up, also to a step after which an asynchronous pipeline is drained.
     pub fn steps_of_epochs(&self, num_samples: u64) -> Option<u64> {
-        let training = self.training();
-        let samples = training.epochs * num_samples as f64;
-        (training.epochs > 0.0).then(|| (samples / training.global_batch_size as f64).ceil() as u64)
+        let (training, parallelism) = (self.training(), self.parallelism());
+        let multiple =
+            if parallelism.is_asynchronous() { parallelism.pipeline_parallel_drain_interval } else { 1 };
+        let steps = training.epochs * num_samples as f64 / training.global_batch_size as f64;
+        (training.epochs > 0.0).then(|| (steps.ceil() as u64).next_multiple_of(multiple))
     }
 
     /// Returns the keys of `[data]` that are set and have no effect because the tokens in `folder` were prepared earlier. These keys are no

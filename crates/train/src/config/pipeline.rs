@@ -248,8 +248,10 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
         Interval::Steps(steps) if checkpoint.enable => steps,
         _ => 0,
     };
+    // Steps of epochs are rounded up to whole intervals.
+    let steps = if training.epochs > 0.0 { 0 } else { training.steps };
     for (key, steps) in [
-        ("training.steps", training.steps),
+        ("training.steps", steps),
         ("training.validation_interval", training.validation_interval),
         ("metrics.trace_interval", metrics.trace_interval),
         ("checkpoint.interval", steps_between_checkpoints),

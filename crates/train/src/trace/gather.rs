@@ -110,7 +110,8 @@ fn gather(executor: &Executor, duration: Duration) -> Result<Option<Vec<RankTime
             received = world.receive(world.buffer::<u8>(length as usize)?, Rank(rank)).wait()?;
             &received[..]
         };
-        ranks.push(serde_json::from_slice(encoded).expect("ranks of one run tell what this one would"));
+        let unreadable = |source| TrainError::UnreadableMessage { rank: Rank(rank), source };
+        ranks.push(serde_json::from_slice(encoded).map_err(unreadable)?);
     }
     Ok(Some(ranks))
 }

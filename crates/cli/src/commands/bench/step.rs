@@ -388,7 +388,6 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: SimdLevel)
     let (group, results_group) = if args.independent { (single(), Some(world)) } else { (world, None) };
     let config = read_model(&args.model)?;
     let mut executor = build(args, &config, OptimizerName::AdamW, group, &device)?;
-    let degree = executor.ranks().sample_rank().degree;
     let mut batches = Batches::open(args, config.vocab_size)?;
     let (mut seconds, mut exposed) = (Vec::new(), Vec::new());
     let (mut first, mut loss, mut skipped_steps) = (None, f64::NAN, 0);
@@ -420,7 +419,8 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: SimdLevel)
         return Ok(());
     }
     let worst = |index: usize| all.iter().map(|facts| facts[index]).fold(0.0, f64::max);
-    let tokens_per_step = (args.batch * args.seq * degree) as f64;
+    let num_batches = if args.independent { world_size } else { executor.ranks().sample_rank().degree };
+    let tokens_per_step = (args.batch * args.seq * num_batches) as f64;
     seconds.sort_by(f64::total_cmp);
     print(
         args,

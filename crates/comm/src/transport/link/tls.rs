@@ -14,11 +14,11 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
 use rustls::version::TLS13;
 use rustls::{ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection};
-use std::fs::File;
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
+use trireme_base::read_at_most;
 
 /// Maximum bytes of a certificate or key file.
 const FILE_BYTES_MAX: usize = 1 << 20;
@@ -94,8 +94,7 @@ fn configure(
 }
 
 fn read_certificates(path: &Path) -> io::Result<Vec<CertificateDer<'static>>> {
-    let mut bytes = Vec::new();
-    File::open(path)?.take(FILE_BYTES_MAX as u64).read_to_end(&mut bytes)?;
+    let bytes = read_at_most(path, FILE_BYTES_MAX as u64)?;
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
     let found = found.map_err(io::Error::other)?;
     if found.is_empty() {

@@ -81,7 +81,7 @@ impl AttentionCall {
             }
             Self::AttentionCached { qkv, y, log_sums, shape, rule, len, .. } => {
                 let num_pairs = AttentionScope::after(*len, *shape, *rule).num_pairs();
-                let of_positions = |num: usize| num * shape.kv_cols() * size_of::<f32>();
+                let of_positions = |num: usize| shape.batch * num * shape.kv_cols() * size_of::<f32>();
                 let cost = forward_cost(*shape, num_pairs).reads(qkv.num_bytes() + of_positions(*len));
                 cost.writes(y.num_bytes() + log_sums.num_bytes() + of_positions(shape.seq_len))
             }
