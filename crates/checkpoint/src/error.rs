@@ -145,7 +145,7 @@ pub enum CheckpointError {
         path.display(),
         foreign.display()
     )]
-    TargetIsNoExport { path: PathBuf, foreign: PathBuf },
+    TargetIsNotExport { path: PathBuf, foreign: PathBuf },
 }
 
 impl CheckpointError {

@@ -84,7 +84,7 @@ fn check_target(out: &Path, force: bool) -> Result<(), CheckpointError> {
     match (is_empty, force, foreign) {
         (true, ..) => Ok(()),
         (false, false, _) => Err(CheckpointError::TargetExists { path }),
-        (false, true, Some(foreign)) => Err(CheckpointError::TargetIsNoExport { path, foreign }),
+        (false, true, Some(foreign)) => Err(CheckpointError::TargetIsNotExport { path, foreign }),
         (false, true, None) => Ok(()),
     }
 }

@@ -75,10 +75,10 @@ fn device(error: &DeviceError) -> Option<&'static str> {
         DeviceError::Unaddressable { .. } | DeviceError::OutOfMemory(_) => {
             "set a smaller [training] local_batch_size or seq_len"
         }
-        DeviceError::UnequalRows { .. } => {
+        DeviceError::IndivisibleRows { .. } => {
             "set another [training] seq_len, or [parallelism] sequence_parallel = false"
         }
-        DeviceError::UnequalHeads { .. } => {
+        DeviceError::IndivisibleHeads { .. } => {
             "set [parallelism] context_parallel_heads_degree = 1, or another divisor"
         }
         DeviceError::NeedsAllPositions { .. } => "set [parallelism] context_parallel_degree = 1",

@@ -35,7 +35,7 @@ pub(crate) struct WorkerPeak {
 pub(crate) fn worker_peak(
     config: &Config,
     share: &HostShare,
-    features: SimdLevel,
+    simd_level: SimdLevel,
     group: &Group,
     cache: Option<MachineCache>,
 ) -> Result<Option<WorkerPeak>> {
@@ -43,7 +43,7 @@ pub(crate) fn worker_peak(
     match config.training().device {
         DeviceName::Cpu | DeviceName::Detached => {}
     }
-    let unit = ExecutionUnit::of(features, executor_options(config).precision);
+    let unit = ExecutionUnit::of(simd_level, executor_options(config).precision);
     let num_threads = local_threads(config, share.num_threads);
     let own = share.num_cpus.min(num_threads as f64);
     // From this exchange to the next one, no other worker of the host computes.

@@ -42,7 +42,7 @@ fn part_text(part: &Value) -> Result<&str, String> {
 
 /// Converts a ShareGPT record to messages with the roles that chat templates expect.
 /// Fails if a message has no `value`, or its `from` is none of the known names for a human, a model or the system.
-pub(crate) fn of_share_gpt(conversations: &[Value]) -> Result<Vec<Value>, String> {
+pub(crate) fn from_share_gpt(conversations: &[Value]) -> Result<Vec<Value>, String> {
     let message = |(index, turn): (usize, &Value)| {
         let refuse = |reason: String| Err(format!("message {} {reason}", index + 1));
         let role = match turn["from"].as_str() {
@@ -71,7 +71,7 @@ pub(crate) fn of_share_gpt(conversations: &[Value]) -> Result<Vec<Value>, String
 
 /// Converts an Alpaca record to messages: the instruction with its input, and the output as the answer.
 /// Fails if the record has a `history`, or an `input` or `system` that is not a string.
-pub(crate) fn of_alpaca(record: &Value, instruction: &str, output: &str) -> Result<Vec<Value>, String> {
+pub(crate) fn from_alpaca(record: &Value, instruction: &str, output: &str) -> Result<Vec<Value>, String> {
     let optional = |name: &str| match &record[name] {
         Value::Null => Ok(""),
         Value::String(text) => Ok(text.as_str()),
@@ -112,21 +112,21 @@ mod tests {
     #[test]
     fn weights_of_messages_are_kept_or_refused() {
         let turn = |weight: Value| json!({"from": "gpt", "value": "a", "weight": weight});
-        assert_eq!(of_share_gpt(&[turn(0.into())]).unwrap()[0]["weight"], 0);
+        assert_eq!(from_share_gpt(&[turn(0.into())]).unwrap()[0]["weight"], 0);
         for weight in [json!(0), json!(1.0), json!(null)] {
-            with_text_contents(&of_share_gpt(&[turn(weight)]).unwrap()).unwrap();
+            with_text_contents(&from_share_gpt(&[turn(weight)]).unwrap()).unwrap();
         }
-        let refused = with_text_contents(&of_share_gpt(&[turn(json!(0.5))]).unwrap()).unwrap_err();
+        let refused = with_text_contents(&from_share_gpt(&[turn(json!(0.5))]).unwrap()).unwrap_err();
         assert_eq!(refused, "message 1 has the weight 0.5; expected 0 or 1");
     }
 
     #[test]
     fn speakers_of_share_gpt_have_roles() {
         let turn = |from: &str| json!({"from": from, "value": "a"});
-        let messages = of_share_gpt(&[turn("system"), turn("human"), turn("gpt")]).unwrap();
+        let messages = from_share_gpt(&[turn("system"), turn("human"), turn("gpt")]).unwrap();
         let roles: Vec<_> = messages.iter().map(|message| message["role"].as_str().unwrap()).collect();
         assert_eq!(roles, ["system", "user", "assistant"]);
-        let refused = |turn: Value| of_share_gpt(&[turn]).unwrap_err();
+        let refused = |turn: Value| from_share_gpt(&[turn]).unwrap_err();
         assert!(refused(turn("function_call")).contains("message 1 is from \"function_call\""));
         assert!(refused(json!({"from": "gpt"})).contains("has no `value`"));
         assert!(refused(json!({"value": "a"})).contains("has no `from`"));
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn an_instruction_goes_before_its_input() {
-        let messages = |record: Value| of_alpaca(&record, "Add.", "2").map(|messages| json!(messages));
+        let messages = |record: Value| from_alpaca(&record, "Add.", "2").map(|messages| json!(messages));
         let turns = |question: &str| json!([{"role": "user", "content": question}, {"role": "assistant", "content": "2"}]);
         assert_eq!(messages(json!({"input": "1 and 1"})).unwrap(), turns("Add.\n\n1 and 1"));
         assert_eq!(messages(json!({"input": "", "history": []})).unwrap(), turns("Add."));

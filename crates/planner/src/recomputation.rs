@@ -59,7 +59,7 @@ pub(crate) fn fit_keeps<E>(
         let room: Vec<PassBytes> = others.iter().map(room).collect();
         let Some(choice) = cheapest_keeps(passes, &room) else { break };
         if let Some((_, excess)) = last.as_mut().filter(|(keeps, _)| *keeps == choice.keeps) {
-            // The reduced room leads to the same choice, which is known not to fit. Reduce the room further, and each time by twice as much:
+            // The reduced room leads to the same choice, which is known not to fit. Reduce the room further, each time by twice as much:
             // the excess may be tiny, or memory that recomputation does not reduce.
             room_total = room_total.saturating_sub(*excess);
             *excess = excess.saturating_mul(2);

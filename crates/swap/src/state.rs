@@ -69,7 +69,7 @@ enum Phase {
 struct RunningTransfer {
     buffer: LentBuffer,
     began: Instant,
-    num_handed_out: usize,
+    num_submitted: usize,
     num_ended: usize,
 }
 
@@ -106,8 +106,8 @@ impl QueueState {
         let Phase::Running(running) = &mut slot.phase else { unreachable!("only running transfers are cut") };
         let part =
             running.buffer.memory.split_off(part_bytes).expect("a transfer that is cut has parts left");
-        let part_index = running.num_handed_out;
-        running.num_handed_out += 1;
+        let part_index = running.num_submitted;
+        running.num_submitted += 1;
         self.submitting = (!running.buffer.memory.is_fully_split()).then_some(index);
         let block = &self.blocks[slot.block];
         let offset = block.offset + (part_index * part_bytes) as u64;
@@ -124,7 +124,7 @@ impl QueueState {
             unreachable!("a transfer that waits has its buffer")
         };
         let (buffer, began) = (buffer.lend(), Instant::now());
-        slot.phase = Phase::Running(RunningTransfer { buffer, began, num_handed_out: 0, num_ended: 0 });
+        slot.phase = Phase::Running(RunningTransfer { buffer, began, num_submitted: 0, num_ended: 0 });
         self.blocks[slot.block].is_busy = true;
         Some(index)
     }
@@ -155,7 +155,7 @@ impl QueueState {
         let slot = &mut self.slots[index];
         let phase = std::mem::replace(&mut slot.phase, Phase::Ended(None));
         let is_done = |running: &RunningTransfer| {
-            running.num_ended == running.num_handed_out
+            running.num_ended == running.num_submitted
                 && (has_failed || running.buffer.memory.is_fully_split())
         };
         let running = match phase {

@@ -51,15 +51,15 @@ impl Transposes {
 }
 
 /// Returns the reason why this machine lacks a SIMD level; `None` if it has the level.
-pub fn reason_unsupported(features: SimdLevel) -> Option<&'static str> {
-    if features <= SimdLevel::detect() {
+pub fn reason_unsupported(simd_level: SimdLevel) -> Option<&'static str> {
+    if simd_level <= SimdLevel::detect() {
         return None;
     }
     #[cfg(target_arch = "x86_64")]
-    if features == SimdLevel::AmxBf16 && crate::kernels::cpu::matmul::amx::machine_has_tiles() {
+    if simd_level == SimdLevel::AmxBf16 && crate::kernels::cpu::matmul::amx::machine_has_tiles() {
         return Some("the system denies permission to use AMX (arch_prctl ARCH_REQ_XCOMP_PERM)");
     }
-    Some(match features {
+    Some(match simd_level {
         SimdLevel::Portable => unreachable!("every machine has the lowest level"),
         SimdLevel::Avx2 => "this processor has no AVX2 with FMA",
         SimdLevel::Avx512 => "this processor has no AVX-512 (F, VL, BW and DQ)",

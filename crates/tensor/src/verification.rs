@@ -26,13 +26,13 @@ pub struct MatmulKernel {
 
 impl MatmulKernel {
     /// Returns the kernel that matmuls of a precision use at a SIMD level.
-    pub fn of(features: SimdLevel, precision: Precision) -> Self {
-        MatmulKernel { precision, unit: ExecutionUnit::of(features, precision) }
+    pub fn of(simd_level: SimdLevel, precision: Precision) -> Self {
+        MatmulKernel { precision, unit: ExecutionUnit::of(simd_level, precision) }
     }
 
-    /// Returns every kernel that some SIMD level up to `features` uses, in ascending order of level for each precision.
-    pub fn up_to(features: SimdLevel) -> Vec<MatmulKernel> {
-        let levels = SimdLevel::ALL.into_iter().filter(|level| *level <= features);
+    /// Returns every kernel that some SIMD level up to `simd_level` uses, in ascending order of level for each precision.
+    pub fn up_to(simd_level: SimdLevel) -> Vec<MatmulKernel> {
+        let levels = SimdLevel::ALL.into_iter().filter(|level| *level <= simd_level);
         let kernels = |precision| levels.clone().map(move |level| MatmulKernel::of(level, precision));
         let mut kernels: Vec<_> = Precision::ALL.into_iter().flat_map(kernels).collect();
         // Levels that share a kernel for a precision are adjacent.
@@ -54,13 +54,13 @@ impl MatmulKernel {
     /// # Panics
     /// If the machine does not have the kernel's SIMD level.
     pub fn verify(self) -> Result<(), WrongMatmulElement> {
-        let features = self.unit.min_simd_level();
-        assert!(features <= SimdLevel::detect(), "{self} is beyond this machine");
-        self.verify_at(features)
+        let simd_level = self.unit.min_simd_level();
+        assert!(simd_level <= SimdLevel::detect(), "{self} is beyond this machine");
+        self.verify_at(simd_level)
     }
 
-    fn verify_at(self, features: SimdLevel) -> Result<(), WrongMatmulElement> {
-        let [portable, candidate] = [SimdLevel::Portable, features].map(single_threaded);
+    fn verify_at(self, simd_level: SimdLevel) -> Result<(), WrongMatmulElement> {
+        let [portable, candidate] = [SimdLevel::Portable, simd_level].map(single_threaded);
         compare(self.precision, |case| case.product(&portable), |case| case.product(&candidate))
     }
 }
@@ -91,9 +91,9 @@ pub struct WrongMatmulElement {
 /// operand of the last matmul is packed once for two tiles of columns.
 const SIZES: [[usize; 3]; 6] = [[1, 1, 1], [5, 7, 3], [33, 37, 19], [32, 33, 32], [2, 17, 531], [3, 515, 5]];
 
-fn single_threaded(features: SimdLevel) -> Cpu {
+fn single_threaded(simd_level: SimdLevel) -> Cpu {
     // A pool of size one uses the calling thread and starts none.
-    Cpu::new(ThreadPool::new(1).expect("a pool of one starts no thread"), features)
+    Cpu::new(ThreadPool::new(1).expect("a pool of one starts no thread"), simd_level)
 }
 
 /// Compares two implementations of matmuls of a precision.
@@ -252,9 +252,9 @@ mod tests {
 
     #[test]
     fn kernels_of_every_level_are_verified() {
-        for features in levels() {
-            for kernel in MatmulKernel::up_to(features) {
-                kernel.verify_at(features.min(kernel.unit.min_simd_level())).unwrap();
+        for simd_level in levels() {
+            for kernel in MatmulKernel::up_to(simd_level) {
+                kernel.verify_at(simd_level.min(kernel.unit.min_simd_level())).unwrap();
             }
         }
     }
@@ -262,7 +262,7 @@ mod tests {
     #[test]
     fn levels_share_kernels() {
         let names =
-            |features| MatmulKernel::up_to(features).iter().map(ToString::to_string).collect::<Vec<_>>();
+            |simd_level| MatmulKernel::up_to(simd_level).iter().map(ToString::to_string).collect::<Vec<_>>();
         assert!(MatmulKernel::up_to(SimdLevel::Portable).iter().all(|kernel| kernel.is_portable()));
         let amx = names(SimdLevel::AmxBf16);
         assert_eq!(

@@ -135,7 +135,7 @@ pub fn build_classifier(_: &Device, mut table: ParameterTable) -> Result<Model, 
     let gelu = InputActivation::Elementwise(Activation::Gelu);
     let dense = linear(&mut table, "stem.dense", FEATURES, WIDTH, gelu);
     let bag = table.add(Parameter::embedding("stem.table", &[ROWS, WIDTH], normal));
-    let bags = Arc::new(EmbeddingBag { table: bag, takes_mean: true, is_padded: false });
+    let bags = Arc::new(EmbeddingBag { table: bag, is_mean: true, is_padded: false });
     let mut units: Vec<Arc<dyn Unit>> = vec![Arc::new(Stem { dense, bags })];
     for layer in 0..3 {
         let name = format!("middle.{layer}");

@@ -169,7 +169,7 @@ impl TrainingState {
     }
 
     /// Returns the first difference from `expected` in the seed or in the identity of the training samples.
-    pub(crate) fn order_difference(&self, expected: &TrainingState) -> Option<Difference> {
+    pub(crate) fn data_difference(&self, expected: &TrainingState) -> Option<Difference> {
         if self.seed != expected.seed {
             let (found, expected) = (self.seed.to_string(), expected.seed.to_string());
             return Some(Difference { what: "seed".to_owned(), found, expected });
@@ -414,7 +414,7 @@ mod tests {
         };
         let (known, more) = (json!({ "number": "8" }), json!({ "number": "8", "crop": "4" }));
         let differing = |found: &Value, expected: &Value| {
-            let difference = state(found.clone()).order_difference(&state(expected.clone()));
+            let difference = state(found.clone()).data_difference(&state(expected.clone()));
             difference.map(|difference| difference.what)
         };
         assert_eq!((differing(&known, &known), differing(&more, &more)), (None, None));

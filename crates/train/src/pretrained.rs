@@ -139,7 +139,7 @@ fn chosen_chat_template(
     read: impl Fn(&str) -> Result<Option<Vec<u8>>, TrainError>,
 ) -> Result<Option<ChatTemplate>, TrainError> {
     match name {
-        None => ChatTemplate::of_files(folder, read),
+        None => ChatTemplate::from_files(folder, read),
         Some(name) if name.as_os_str() == "chatml" => Ok(Some(ChatTemplate::chatml())),
         Some(name) => {
             let config = read(TOKENIZER_CONFIG_FILE)?.unwrap_or_default();

@@ -283,7 +283,7 @@ fn restore(
     let allowed = &config.checkpoint().allow_changed;
     let reads_optimizer = check_changes(config, checkpoint, observer)?;
     let mut next_sample = state.next_sample;
-    if let Some(difference) = state.order_difference(expected) {
+    if let Some(difference) = state.data_difference(expected) {
         if !allowed.contains(&Change::Data) {
             let Difference { what, found, expected } = difference;
             return Err(TrainError::ResumeDiffers { path: path.to_owned(), what, found, expected });

@@ -253,7 +253,7 @@ fn a_folder_is_replaced_only_by_force_and_only_if_it_is_an_export() {
         }
         let refused = export_run(run.path(), &out, SHARD_BYTES_MAX, true);
         assert!(
-            matches!(&refused, Err(CheckpointError::TargetIsNoExport { foreign, .. }) if *foreign == path),
+            matches!(&refused, Err(CheckpointError::TargetIsNotExport { foreign, .. }) if *foreign == path),
             "{refused:?}"
         );
         assert!(path.exists());

@@ -112,7 +112,7 @@ fn planned(job: PlannedRun<'_>, change: &Change) -> Option<Plan> {
     let PlannedRun { source, workers, .. } = job;
     let config = source.load(change).ok()?;
     let is_same = config.world_size() == workers.world_size;
-    let workers = if is_same { workers } else { Workers::local(&config, workers.limits, workers.features) };
+    let workers = if is_same { workers } else { Workers::local(&config, workers.limits, workers.simd_level) };
     Plan::largest(PlannedRun { config: &config, workers, ..job }).ok()
 }
 

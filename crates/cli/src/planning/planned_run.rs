@@ -112,7 +112,7 @@ pub(crate) struct Workers<'a> {
     pub(super) local_world_size: usize,
     pub(super) num_threads: usize,
     /// The SIMD level of the workers' kernels, on which scratch memory depends.
-    pub(super) features: SimdLevel,
+    pub(super) simd_level: SimdLevel,
     pub(super) shares_memory: bool,
     /// Number of workers that share memory segments with this one, itself included.
     pub(super) num_sharing_memory: usize,
@@ -122,7 +122,7 @@ pub(crate) struct Workers<'a> {
 
 impl<'a> Workers<'a> {
     /// Returns the workers that the command starts on this host, as the first one sees them.
-    pub(crate) fn local(config: &Config, limits: &'a [SharedLimit], features: SimdLevel) -> Self {
+    pub(crate) fn local(config: &Config, limits: &'a [SharedLimit], simd_level: SimdLevel) -> Self {
         let world_size = config.world_size();
         let shares_memory = matches!(config.comm().transport, TransportChoice::Auto | TransportChoice::Shm);
         Workers {
@@ -130,7 +130,7 @@ impl<'a> Workers<'a> {
             world_size,
             local_world_size: world_size,
             num_threads: local_threads(config, share_of_cores(world_size)),
-            features,
+            simd_level,
             shares_memory,
             num_sharing_memory: if shares_memory { world_size } else { 1 },
             limits,
@@ -145,7 +145,7 @@ impl<'a> Workers<'a> {
         Workers { local_world_size, num_threads, shares_memory, num_sharing_memory: num_sharing, ..self }
     }
 
-    pub(crate) fn of(config: &Config, group: &Group, share: &'a HostShare, features: SimdLevel) -> Self {
+    pub(crate) fn of(config: &Config, group: &Group, share: &'a HostShare, simd_level: SimdLevel) -> Self {
         let local_world_size = share.num_workers;
         let num_sharing = match group.transport() {
             TransportKind::Shm | TransportKind::ShmAndTcp => local_world_size,
@@ -156,7 +156,7 @@ impl<'a> Workers<'a> {
             world_size: group.world_size(),
             local_world_size,
             num_threads: local_threads(config, share.num_threads),
-            features,
+            simd_level,
             shares_memory: group.transport() == TransportKind::Shm,
             num_sharing_memory: num_sharing,
             limits: &share.limits,

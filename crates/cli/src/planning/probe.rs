@@ -77,7 +77,7 @@ impl MeasuredRates {
         let MeasuredStep { stages, model, profile, parts, calls } = step;
         let is_root = world.rank() == Rank::ROOT;
         let options = device_options(config, workers.num_threads);
-        let (simd_level_max, budget) = (Some(workers.features), Some(memory_max));
+        let (simd_level_max, budget) = (Some(workers.simd_level), Some(memory_max));
         let options = DeviceOptions { simd_level_max, ..options };
         let (device, others) = (Device::cpu(DeviceOptions { budget, ..options })?, Device::cpu(options)?);
         let num_cores = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);

@@ -28,7 +28,7 @@ pub(super) fn encrypt(
     limit: WaitLimit<'_>,
 ) -> io::Result<TlsLink> {
     let mut link = tls.start(socket, side)?;
-    while let Some(interest) = link.shake_hands()? {
+    while let Some(interest) = link.continue_handshake()? {
         wait(&link, interest, limit)?;
     }
     let exported = link.export()?;

@@ -138,7 +138,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// If `read` fails, `tokenizer_config.json` is not JSON, or the template is too long.
-    pub fn of_files<E: From<DataError>>(
+    pub fn from_files<E: From<DataError>>(
         folder: &Path,
         read: impl Fn(&str) -> Result<Option<Vec<u8>>, E>,
     ) -> Result<Option<Self>, E> {
@@ -526,21 +526,22 @@ mod tests {
                 })
             }
         };
-        let template = |with_file| ChatTemplate::of_files(Path::new("a"), read(with_file)).unwrap().unwrap();
+        let template =
+            |with_file| ChatTemplate::from_files(Path::new("a"), read(with_file)).unwrap().unwrap();
         assert_eq!(template(true).prompt(&messages()).unwrap().text, "file");
         let short = [json!({"role": "user", "content": "<a> & é"})];
         assert_eq!(
             template(false).prompt(&short).unwrap().text,
             r#"</s>[{"role": "user", "content": "<a> & é"}]"#
         );
-        let none = ChatTemplate::of_files(Path::new("a"), |_| Ok::<_, DataError>(None)).unwrap();
+        let none = ChatTemplate::from_files(Path::new("a"), |_| Ok::<_, DataError>(None)).unwrap();
         assert!(none.is_none());
         // With a byte order mark, as some editors save it, and truncated.
         let of = |config: &'static [u8]| {
             let read = move |name: &str| {
                 Ok::<_, DataError>((name == TOKENIZER_CONFIG_FILE).then(|| config.to_vec()))
             };
-            ChatTemplate::of_files(Path::new("a"), read)
+            ChatTemplate::from_files(Path::new("a"), read)
         };
         let marked =
             of(b"\xef\xbb\xbf{\"chat_template\": \"marked\", \"model_max_length\": Infinity}").unwrap();

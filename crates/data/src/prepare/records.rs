@@ -4,7 +4,7 @@ use super::report::ConvertedFormats;
 use super::text_field::{Field, text_field};
 use super::{InvalidUtf8, PrepareOptions};
 use crate::chat::{AnnotatedText, ChatTemplate, ConversationDocuments};
-use crate::messages::{of_alpaca, of_share_gpt, with_text_contents};
+use crate::messages::{from_alpaca, from_share_gpt, with_text_contents};
 use serde_json::{Value, json};
 
 /// The content of a record.
@@ -66,7 +66,7 @@ impl<'a> RecordParser<'a> {
                 return self.conversation(turns, 0);
             }
             converted_formats.num_share_gpt += 1;
-            let mut messages = of_share_gpt(turns).map_err(RecordError::Conversation)?;
+            let mut messages = from_share_gpt(turns).map_err(RecordError::Conversation)?;
             match &object["system"] {
                 Value::Null => {}
                 Value::String(system) if system.is_empty() => {}
@@ -93,7 +93,7 @@ impl<'a> RecordParser<'a> {
             _ => match (&object["instruction"], &object["output"]) {
                 (Value::String(instruction), Value::String(output)) => {
                     converted_formats.num_alpaca += 1;
-                    let messages = of_alpaca(&object, instruction, output);
+                    let messages = from_alpaca(&object, instruction, output);
                     self.conversation(&messages.map_err(RecordError::Conversation)?, 0)
                 }
                 _ if !object["choices"].is_null() => Err(RecordError::Question),

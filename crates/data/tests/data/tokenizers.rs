@@ -24,7 +24,7 @@ fn ids(value: &Value) -> Vec<u32> {
 
 fn template_of(family: &str) -> Option<ChatTemplate> {
     let read = |name: &str| Ok::<_, trireme_data::DataError>(fs::read(folder(family).join(name)).ok());
-    ChatTemplate::of_files(&folder(family), read).unwrap()
+    ChatTemplate::from_files(&folder(family), read).unwrap()
 }
 
 /// Returns the tokens and the loss mask of each document of the training file.

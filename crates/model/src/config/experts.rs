@@ -71,7 +71,7 @@ pub struct LatentConfig {
     /// Length of the latent vector of keys and values.
     pub kv_rank: usize,
     /// Elements of a query or key head without rotary positions.
-    pub plain_dim: usize,
+    pub nope_dim: usize,
     /// Elements of a query or key head with rotary positions.
     pub rotary_dim: usize,
     /// Elements of a value head.

@@ -34,7 +34,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
     let latent = LatentConfig {
         query_rank: if reader.has("q_lora_rank") { reader.optional_size("q_lora_rank")? } else { Some(1536) },
         kv_rank: reader.size_or("kv_lora_rank", 512)?,
-        plain_dim: reader.size_or("qk_nope_head_dim", 128)?,
+        nope_dim: reader.size_or("qk_nope_head_dim", 128)?,
         rotary_dim: reader.size_or("qk_rope_head_dim", 64)?,
         value_dim: reader.size_or("v_head_dim", 128)?,
         is_interleaved: reader.flag("rope_interleave", true)?,
@@ -58,7 +58,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig> {
         ..ExpertsConfig::default()
     };
     experts.check("n_routed_experts")?;
-    let head_dim = latent.plain_dim + latent.rotary_dim;
+    let head_dim = latent.nope_dim + latent.rotary_dim;
     let factor = match config.rope.and_then(|rope| rope.scaling) {
         Some(RopeScaling::Yarn(scaling)) => scaling.latent_score_factor(),
         _ => 1.0,
@@ -85,7 +85,7 @@ fn write(config: &ModelConfig) -> Value {
         "head_dim": latent.rotary_dim,
         "q_lora_rank": latent.query_rank,
         "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": latent.plain_dim,
+        "qk_nope_head_dim": latent.nope_dim,
         "qk_rope_head_dim": latent.rotary_dim,
         "v_head_dim": latent.value_dim,
         "rope_interleave": latent.is_interleaved,

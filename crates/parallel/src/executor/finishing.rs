@@ -144,7 +144,7 @@ impl Executor {
             }
         }
         let ranks = &self.ranks;
-        let groups = [ranks.squares_group().0, ranks.tensor(), ranks.pipeline()];
+        let groups = [ranks.grad_norm_group().0, ranks.tensor(), ranks.pipeline()];
         self.optimization.squares.sum(if across_pipeline { &groups } else { &groups[..2] }, waiting)
     }
 

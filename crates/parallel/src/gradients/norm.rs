@@ -27,7 +27,7 @@ impl SquaredNorms {
         device: &Device,
         optimizer: &OptimizerOptions,
     ) -> Result<Self> {
-        let (group, is_first) = ranks.squares_group();
+        let (group, is_first) = ranks.grad_norm_group();
         let counted = |unit: &UnitInfo| {
             // In a unit with experts, parameters that belong to no expert are equal on all ranks of the expert axis.
             let has_rest = if unit.has_experts() { table.expert_rank().rank == 0 } else { is_first };

@@ -41,11 +41,11 @@ impl Degrees {
         let Degrees { pipeline, shards, context, tensor, .. } = self;
         assert!(shards == 1 || shards.is_multiple_of(context), "{self:?}");
         let data_shards = (shards / context).max(1);
-        let num_of_replica = pipeline * data_shards * context * tensor;
-        assert!(world_size.is_multiple_of(num_of_replica), "{self:?} for {world_size} ranks");
+        let ranks_per_replica = pipeline * data_shards * context * tensor;
+        assert!(world_size.is_multiple_of(ranks_per_replica), "{self:?} for {world_size} ranks");
         let axes = [
             (Axis::PIPELINE, pipeline),
-            (Axis::DATA_REPLICATE, world_size / num_of_replica),
+            (Axis::DATA_REPLICATE, world_size / ranks_per_replica),
             (Axis::DATA_SHARD, data_shards),
             (Axis::CONTEXT, context),
             (Axis::TENSOR, tensor),
@@ -364,7 +364,7 @@ impl RankGrid {
     /// consists of the shards of a replica, or of the ranks with different experts if these are more. Apart from the tensor axis, its ranks
     /// together hold all parameters of a stage, and each expert once. If the group has more ranks than there are shards, only its first
     /// ranks, one for each shard, count units without experts.
-    pub(crate) fn squares_group(&self) -> (&Arc<Group>, bool) {
+    pub(crate) fn grad_norm_group(&self) -> (&Arc<Group>, bool) {
         match self.experts() {
             Some(axis) if axis.world_size() > self.shards().world_size() => {
                 (axis, axis.rank().0 < self.shards().world_size())

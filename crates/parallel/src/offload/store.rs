@@ -65,7 +65,7 @@ struct Disk {
     /// For each block, its chunks that are being read.
     reads: Vec<VecDeque<Transfer>>,
     /// For each block, the number of its pending read in the journal of a counting device.
-    noted_reads: Vec<Option<usize>>,
+    journal_reads: Vec<Option<usize>>,
 }
 
 impl Disk {
@@ -81,7 +81,7 @@ impl Disk {
             first_chunks: Vec::new(),
             writes: VecDeque::with_capacity(WRITES_MAX + 1),
             reads: (0..num_blocks).map(|_| VecDeque::new()).collect(),
-            noted_reads: vec![None; num_blocks],
+            journal_reads: vec![None; num_blocks],
         }
     }
 
@@ -171,7 +171,7 @@ impl Disk {
         if self.options.host.is_counting() {
             let issue =
                 |journal: &Journal| journal.issue(AsyncOperation::DiskRead { bytes: self.num_bytes[block] });
-            self.noted_reads[block] = self.options.host.journal().map(issue);
+            self.journal_reads[block] = self.options.host.journal().map(issue);
             return Ok(());
         }
         let chunk_bytes = self.chunk_bytes();
@@ -188,7 +188,7 @@ impl Disk {
     fn finish_read(&mut self, block: usize, memory: VisitMemory<'_>) -> Result<()> {
         let finished = if self.options.host.is_counting() {
             if let (Some(journal), Some(number)) =
-                (self.options.host.journal(), self.noted_reads[block].take())
+                (self.options.host.journal(), self.journal_reads[block].take())
             {
                 journal.record(JournalEntry::Await(number));
             }

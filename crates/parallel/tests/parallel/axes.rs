@@ -68,9 +68,9 @@ struct RunResult {
 
 fn executor(config: &ModelConfig, group: Group, num_ranks: usize, layout: &Layout<'_>) -> Executor {
     let build = |device: &Device, table| config.build_into(table, SHAPE.1, device);
-    let num_of_samples =
+    let ranks_per_sample =
         layout.tensor * layout.context.0 * layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
-    let data_degree = num_ranks / num_of_samples;
+    let data_degree = num_ranks / ranks_per_sample;
     executor_of_model(&build, &token_specs(SHAPE.0, SHAPE.1), group, 1, MICROBATCHES / data_degree, layout)
 }
 

@@ -58,7 +58,7 @@ pub(super) struct Clock<'a> {
 
 impl<'a> Clock<'a> {
     pub(super) fn new(schedule: &Schedule, costs: &'a Costs) -> Self {
-        let num_microbatches = schedule.num_microbatches_in_all();
+        let num_microbatches = schedule.total_microbatches();
         let never = vec![NEVER; schedule.num_stages() * num_microbatches];
         Clock {
             costs,

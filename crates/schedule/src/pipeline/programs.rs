@@ -40,7 +40,7 @@ pub fn programs(
     let program = |(rank, events): (usize, Vec<Event>)| {
         let header = ProgramHeader {
             chain: chain.clone(),
-            num_microbatches: schedule.num_microbatches_in_all(),
+            num_microbatches: schedule.total_microbatches(),
             stages: stages.clone(),
             rank,
             asynchronous: (!is_drained)
@@ -64,7 +64,7 @@ pub fn programs(
         |unit: usize| units.iter().position(|units| units.contains(&unit)).expect("units have stages");
     let tie = chain.ties.first().map(|&(reader, owner)| (stage_of(reader), stage_of(owner)));
     let is_sent = |microbatch: usize| {
-        !chain.accumulates_tied_gradients || microbatch + 1 == schedule.num_microbatches_in_all()
+        !chain.accumulates_tied_gradients || microbatch + 1 == schedule.total_microbatches()
     };
     messages::place_messages(schedule, &timeline, tie, is_sent).into_iter().enumerate().map(program).collect()
 }

@@ -38,7 +38,7 @@ fn check_sizes(schedule: &Schedule) -> Result<(), ScheduleError> {
 }
 
 fn check_passes(schedule: &Schedule) -> Result<(), ScheduleError> {
-    let (num_stages, num_microbatches) = (schedule.num_stages(), schedule.num_microbatches_in_all());
+    let (num_stages, num_microbatches) = (schedule.num_stages(), schedule.total_microbatches());
     for (rank, passes) in schedule.ranks.iter().enumerate() {
         for (index, &pass) in passes.iter().enumerate() {
             let fault = if pass.stage >= num_stages || pass.microbatch >= num_microbatches {

@@ -81,7 +81,7 @@ impl Schedule {
     }
 
     /// Returns the number of microbatches of all steps.
-    pub fn num_microbatches_in_all(&self) -> usize {
+    pub fn total_microbatches(&self) -> usize {
         self.num_microbatches * self.num_steps
     }
 

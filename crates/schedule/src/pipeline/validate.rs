@@ -65,7 +65,7 @@ struct Progress<'a> {
 
 impl<'a> Progress<'a> {
     fn new(schedule: &'a Schedule) -> Self {
-        let (num_stages, num_microbatches) = (schedule.num_stages(), schedule.num_microbatches_in_all());
+        let (num_stages, num_microbatches) = (schedule.num_stages(), schedule.total_microbatches());
         Progress {
             schedule,
             num_microbatches,

@@ -22,7 +22,7 @@ impl Schedule {
     /// # Panics
     /// If a pass is outside the schedule's stages and microbatches; [`validate`](super::validate) refuses it.
     pub fn versions_read(&self) -> Vec<Vec<usize>> {
-        let num_microbatches = self.num_microbatches_in_all();
+        let num_microbatches = self.total_microbatches();
         let mut newest = vec![0; self.num_stages()];
         let mut read_by_forward = vec![0; self.num_stages() * num_microbatches];
         let mut version = |pass: &Pass| {

@@ -42,13 +42,13 @@ pub enum DeviceError {
         "{degree} ranks of the tensor axis cannot have equal parts of dim {dim} of {shape:?}; use a length \
          that {degree} divides, or no sequence parallelism"
     )]
-    UnequalRows { shape: Shape, dim: usize, degree: usize },
+    IndivisibleRows { shape: Shape, dim: usize, degree: usize },
     /// The number of heads is not divisible by the number of ranks that exchange heads.
     #[error(
         "{degree} ranks cannot have equal parts of {num_heads} heads; use a divisor of {num_heads} and of the degree of the \
          context axis, such as 1"
     )]
-    UnequalHeads { num_heads: usize, degree: usize },
+    IndivisibleHeads { num_heads: usize, degree: usize },
     /// An operation whose result would be wrong when positions are sharded along the context axis.
     #[error(
         "{operation} mixes positions of a sequence, of which the ranks of the context axis have parts, or works on floats of fewer dims than \

@@ -25,10 +25,10 @@ fn levels_are_kept_below_a_maximum() {
 fn every_product_kernel_is_timed() {
     let sizes = MatmulSizes { rows: 33, cols: 17, inner: 40 };
     assert_eq!((sizes.operations(), sizes.to_string().as_str()), (44880.0, "33x17x40"));
-    for features in SimdLevel::ALL.into_iter().filter(|level| *level <= SimdLevel::detect()) {
-        let probe = Probe::new(&device(Some(features)), NO_TIME);
+    for simd_level in SimdLevel::ALL.into_iter().filter(|level| *level <= SimdLevel::detect()) {
+        let probe = Probe::new(&device(Some(simd_level)), NO_TIME);
         for precision in Precision::ALL {
-            assert!(probe.peak(ExecutionUnit::of(features, precision)) > 1e6);
+            assert!(probe.peak(ExecutionUnit::of(simd_level, precision)) > 1e6);
             for transposes in Transposes::ALL {
                 assert_sane(probe.matmul(precision, transposes, sizes).unwrap());
             }

@@ -110,7 +110,7 @@ impl OperationContext<'_> {
     /// Copies this rank's shard of the rows of a replicated value.
     ///
     /// # Errors
-    /// [`DeviceError::UnequalRows`](crate::DeviceError::UnequalRows), or if there is no memory for the copy.
+    /// [`DeviceError::IndivisibleRows`](crate::DeviceError::IndivisibleRows), or if there is no memory for the copy.
     ///
     /// # Panics
     /// If the tensor axis has one rank.
@@ -127,7 +127,7 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// As [`AxisOps::start`](super::AxisOps::start), and if there is no memory for the sum.
-    /// [`DeviceError::UnequalRows`](crate::DeviceError::UnequalRows) if the result cannot be sharded by rows.
+    /// [`DeviceError::IndivisibleRows`](crate::DeviceError::IndivisibleRows) if the result cannot be sharded by rows.
     pub fn sum_over_ranks(&self, term: Tensor, sharding: Sharding) -> Result<Tensor> {
         let sum = self.start_sum(term, sharding)?;
         self.finish_exchange(sum)

@@ -62,7 +62,7 @@ impl TensorAxis {
         let (dim, degree) = (rows_dim(whole), self.axis_rank().degree);
         let len = whole.dims()[dim];
         if !len.is_multiple_of(degree) {
-            return Err(DeviceError::UnequalRows { shape: whole, dim, degree });
+            return Err(DeviceError::IndivisibleRows { shape: whole, dim, degree });
         }
         Ok(whole.with_dim(dim, len / degree))
     }

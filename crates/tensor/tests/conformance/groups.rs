@@ -31,21 +31,20 @@ fn rows_are_sorted_stably_by_group() {
     }
 }
 
-/// A group accepts the first rows of each `capacity_group_len` consecutive rows, up to its limit. The others come last, in their order.
+/// A group accepts the first rows of each `rows_per_capacity` consecutive rows, up to its limit. The others come last, in their order.
 /// Rows with the id after the last group do not count in the limit.
 #[test]
 fn rows_beyond_a_limit_are_of_no_group() {
     const WEIGHTS: [f32; 6] = [1.5, 0.0, 0.25, 2.0, 1.0, 4.0];
     let groups = [2_u32, 2, 0, 2, 1, 3, 1, 1, 1, 2, 0, 3];
     let groups_len = groups.len();
-    for (capacity_group_len, factor) in
+    for (rows_per_capacity, factor) in
         [(4, 0.5), (4, 1.25), (12, 0.75), (3, 3.0), (5, 1.0), (12, f64::INFINITY)]
     {
         let ([starts, order, places], dropped) = on_all(|device| {
             let [mut starts, mut order, mut places] =
                 [4, groups.len(), groups.len()].map(|len| empty(device, [len], DType::U32));
-            let (groups, limit) =
-                (ids(device, &groups), GroupLimit { rows_per_capacity: capacity_group_len, factor });
+            let (groups, limit) = (ids(device, &groups), GroupLimit { rows_per_capacity, factor });
             let rows = [order.view_mut(), places.view_mut()];
             device.group_rows(groups.view(), limit, starts.view_mut(), rows);
             let mut dropped = [empty(device, [1], DType::F64), empty(device, [1], DType::F64)];
@@ -59,8 +58,8 @@ fn rows_beyond_a_limit_are_of_no_group() {
             (read, dropped.map(|dropped| device.read::<f64>(dropped.view())[0]))
         });
         let is_kept = |row: usize| {
-            let first = row / capacity_group_len * capacity_group_len;
-            let together = &groups[first..(first + capacity_group_len).min(groups_len)];
+            let first = row / rows_per_capacity * rows_per_capacity;
+            let together = &groups[first..(first + rows_per_capacity).min(groups_len)];
             let num_rows = together.iter().filter(|&&group| group < 3).count();
             let capacity = (factor * num_rows as f64 / 3.0).ceil().max(1.0);
             let num_before = groups[first..row].iter().filter(|&&group| group == groups[row]).count();
@@ -76,7 +75,7 @@ fn rows_beyond_a_limit_are_of_no_group() {
             (0..groups_len).filter(|&row| !is_kept(row)).map(weight).sum()
         };
         assert_eq!(dropped, [weighted(|_| 1.0), weighted(|row| f64::from(WEIGHTS[row / 2]))]);
-        assert_eq!(starts, (0..4).map(before).collect::<Vec<_>>(), "{capacity_group_len}, {factor}");
+        assert_eq!(starts, (0..4).map(before).collect::<Vec<_>>(), "{rows_per_capacity}, {factor}");
     }
 }
 

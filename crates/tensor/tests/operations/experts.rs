@@ -325,7 +325,7 @@ fn losses_that_balance_experts() {
 fn heads_of_latent_attention() {
     let (batch, seq_len) = (2, 3);
     for (num_heads, is_interleaved) in [(1, false), (3, true)] {
-        let shape = LatentHeadShape { num_heads, plain_dim: 3, rotary_dim: 4, value_dim: 5, is_interleaved };
+        let shape = LatentHeadShape { num_heads, nope_dim: 3, rotary_dim: 4, value_dim: 5, is_interleaved };
         let frequencies = [1.0, 0.3];
         let reference = |x: &[Vec<f64>], _: &[f64]| -> Vec<f64> {
             let rotated = |x: &[f64], position: usize| -> Vec<f64> {

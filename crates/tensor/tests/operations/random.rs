@@ -57,14 +57,14 @@ fn bags_of_rows() {
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
     let span = table.add(Parameter::embedding("table", &[num_rows, cols], Initial::ZEROS));
-    for (takes_mean, lens) in [(false, None), (true, None), (true, Some([2_u32, 0, 3, 1]))] {
+    for (is_mean, lens) in [(false, None), (true, None), (true, Some([2_u32, 0, 3, 1]))] {
         let reference = move |inputs: &[Vec<f64>], table: &[f64]| {
             let mut y = vec![0.0; 4 * cols];
             for (bag, y) in y.chunks_mut(cols).enumerate() {
                 let len = inputs.get(1).map_or(bag_len, |lens| lens[bag] as usize);
                 for id in &inputs[0][bag * bag_len..][..len] {
                     let row = &table[*id as usize * cols..][..cols];
-                    let factor = if takes_mean { 1.0 / len as f64 } else { 1.0 };
+                    let factor = if is_mean { 1.0 / len as f64 } else { 1.0 };
                     y.iter_mut().zip(row).for_each(|(y, row)| *y += factor * row);
                 }
             }
@@ -72,7 +72,7 @@ fn bags_of_rows() {
         };
         let mut inputs = vec![Input::ids(&[4, bag_len], &[0, 6, 6, 1, 2, 3, 5, 5, 5, 4, 0, 1])];
         inputs.extend(lens.map(|lens| Input::ids(&[4], &lens)));
-        let bag = op(EmbeddingBag { table: span, takes_mean, is_padded: lens.is_some() });
+        let bag = op(EmbeddingBag { table: span, is_mean, is_padded: lens.is_some() });
         check(&bag, &table, &inputs, &reference);
     }
 }

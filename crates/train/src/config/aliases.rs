@@ -100,9 +100,7 @@ const ALIASES: &[(&str, &str, &str)] = &[
 
 /// If `word` is a name in another system, returns the name, its key and the difference. Otherwise, returns these for every name that
 /// contains `word`, provided `word` has at least three characters.
-pub(super) fn keys_with_alias(
-    word: &str,
-) -> impl Iterator<Item = (&'static str, &'static str, &'static str)> {
+pub(super) fn search_aliases(word: &str) -> impl Iterator<Item = (&'static str, &'static str, &'static str)> {
     let word = normalize(word);
     let is_whole = ALIASES.iter().any(|(foreign, ..)| *foreign == word);
     let fits = move |foreign: &str| {
@@ -112,7 +110,7 @@ pub(super) fn keys_with_alias(
 }
 
 /// Returns the key with the given name in another system, and the difference.
-pub(super) fn key_with_alias(word: &str) -> Option<(&'static str, &'static str)> {
+pub(super) fn key_for_alias(word: &str) -> Option<(&'static str, &'static str)> {
     let word = normalize(word);
     ALIASES.iter().find(|(foreign, ..)| *foreign == word).map(|(_, key, difference)| (*key, *difference))
 }
@@ -148,7 +146,7 @@ mod tests {
             assert!(!keys.iter().any(|own| own.ends_with(&format!(".{word}"))), "{word} is a key itself");
         }
         assert!(ALIASES.is_sorted());
-        assert_eq!(key_with_alias("--nproc-per-node"), Some(("launch.workers", "")));
-        assert_eq!(keys_with_alias("gradient").count(), 4);
+        assert_eq!(key_for_alias("--nproc-per-node"), Some(("launch.workers", "")));
+        assert_eq!(search_aliases("gradient").count(), 4);
     }
 }

@@ -73,11 +73,11 @@ impl Config {
 fn search(sections: &Sections, word: &str) -> String {
     let lower = word.to_lowercase();
     let mut text = String::new();
-    for (foreign, key, difference) in aliases::keys_with_alias(word) {
+    for (foreign, key, difference) in aliases::search_aliases(word) {
         let difference = if difference.is_empty() { String::new() } else { format!(": {difference}") };
         text += &format!("# `{foreign}` in other systems is {key} here{difference}\n");
     }
-    let foreign: Vec<&str> = aliases::keys_with_alias(word).map(|(_, key, _)| key).collect();
+    let foreign: Vec<&str> = aliases::search_aliases(word).map(|(_, key, _)| key).collect();
     let is_named = |key: &Key| key.name == lower;
     let is_found = |name: &str, key: &Key| {
         let is_documented = key.docs.iter().any(|line| line.to_lowercase().contains(&lower));

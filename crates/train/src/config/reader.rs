@@ -1,6 +1,6 @@
 //! Reads the file and the `--set` options key by key, and collects the mistakes that concern single keys.
 
-use super::aliases::key_with_alias;
+use super::aliases::key_for_alias;
 use super::mistake::{KeyPosition, Mistake, nearest};
 use super::section::{KeyError, Section, TableList};
 use super::sections::Sections;
@@ -234,7 +234,7 @@ fn explain_key_outside_of_sections(sections: &Sections, key: &str) -> String {
 
 /// Returns the explanation for a key that other systems use, or `None` if no system does.
 fn explain_alias(key: &str) -> Option<String> {
-    let (own, difference) = key_with_alias(key)?;
+    let (own, difference) = key_for_alias(key)?;
     let (section, own) = own.split_once('.').expect("keys are dotted");
     let difference = if difference.is_empty() { String::new() } else { format!(" ({difference})") };
     Some(format!("unknown key; it is called '{own}' here, in [{section}]{difference}"))
@@ -244,7 +244,7 @@ fn explain_alias(key: &str) -> Option<String> {
 pub(super) fn key_named(sections: &Sections, name: &str) -> Option<String> {
     let own = name.replace('-', "_");
     let section = section_with_key(sections, &own).map(|section| format!("{section}.{own}"));
-    section.or_else(|| key_with_alias(name).map(|(key, _)| key.to_owned()))
+    section.or_else(|| key_for_alias(name).map(|(key, _)| key.to_owned()))
 }
 
 /// Returns the explanation for a `--set` option whose name has no section.

@@ -376,13 +376,13 @@ fn state_layout(args: &StepArgs) -> StateLayout {
     args.offload.iter().fold(state, |state, &(class, tier)| state.with_tier(class, tier))
 }
 
-fn measure(args: &StepArgs, world: Group, started: Instant, features: SimdLevel) -> Result<()> {
+fn measure(args: &StepArgs, world: Group, started: Instant, simd_level: SimdLevel) -> Result<()> {
     let (rank, world_size) = (world.rank(), world.world_size());
     let num_threads = match args.threads {
         0 => HostShare::of_world(&world, HugePages::Transparent, Bind::None)?.num_threads,
         threads => threads,
     };
-    let simd_level_max = Some(features);
+    let simd_level_max = Some(simd_level);
     let device = Device::cpu(DeviceOptions { num_threads, simd_level_max, ..DeviceOptions::default() })?;
     // Independent workers communicate again only to gather their results.
     let (group, results_group) = if args.independent { (single(), Some(world)) } else { (world, None) };

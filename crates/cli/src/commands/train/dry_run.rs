@@ -22,7 +22,7 @@ pub(super) fn dry_run(config: &Config, process: ProcessContext<'_>) -> Result<()
     if let Some(earlier) = earlier_run_error(config)? {
         return Err(earlier.into());
     }
-    let workers = Workers::local(config, &process.share.limits, process.features);
+    let workers = Workers::local(config, &process.share.limits, process.simd_level);
     let source = process.source;
     let mut text = String::new();
     let (config, plan) = match process.custom_task {

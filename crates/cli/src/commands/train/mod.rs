@@ -104,7 +104,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, custom_task: Option<&Arc<d
     let num_local =
         environment.as_ref().map_or(config.world_size(), |environment| environment.local_world_size);
     let share = HostShare::of_equal_workers(num_local, config.memory().huge_pages);
-    let process = ProcessContext { source, share: &share, started, features: simd.level, custom_task };
+    let process = ProcessContext { source, share: &share, started, simd_level: simd.level, custom_task };
     match environment {
         _ if args.dry_run && !is_launcher => {
             bail!("--dry-run needs no launcher; start the command by itself")
@@ -120,7 +120,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, custom_task: Option<&Arc<d
         }
         None => {
             simd.warn();
-            let workers = Workers::local(&config, &process.share.limits, process.features);
+            let workers = Workers::local(&config, &process.share.limits, process.simd_level);
             let version = prepare_run(&config, process, workers, Heartbeat::new())?;
             let config = with_corpus_and_steps(config, version, process)?;
             match config.world_size() {
@@ -190,7 +190,7 @@ pub(crate) fn world_options(config: &Config, environment: &WorkerEnvironment) ->
 }
 
 fn prepare_and_train(config: Config, group: Group, process: ProcessContext<'_>) -> Result<()> {
-    let warnings = preflight(&config, Some(process.features), &group)?;
+    let warnings = preflight(&config, Some(process.simd_level), &group)?;
     if group.rank() == Rank::ROOT {
         warnings.iter().for_each(|warning| print_diagnostic(&format!("warning: {warning}")));
     }

@@ -17,14 +17,14 @@ pub(super) struct ProcessContext<'a> {
     pub(super) share: &'a HostShare,
     pub(super) started: Instant,
     /// The SIMD level of this process's kernels.
-    pub(super) features: SimdLevel,
+    pub(super) simd_level: SimdLevel,
     /// The task that the program trains; `None` for a language model.
     pub(super) custom_task: Option<&'a Arc<dyn Task>>,
 }
 
 impl<'a> ProcessContext<'a> {
     pub(super) fn workers(&self, config: &Config, group: &Group) -> Workers<'a> {
-        Workers::of(config, group, self.share, self.features)
+        Workers::of(config, group, self.share, self.simd_level)
     }
 }
 

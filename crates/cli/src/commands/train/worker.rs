@@ -77,12 +77,13 @@ fn trainer_options(
     group: &Group,
     console: &mut Console,
 ) -> Result<TrainerOptions> {
-    let (PlannedRun { config, source, .. }, ProcessContext { share, started, features, .. }) = (job, process);
+    let (PlannedRun { config, source, .. }, ProcessContext { share, started, simd_level, .. }) =
+        (job, process);
     let predicts = config.metrics().predict_step_time;
     let step_seconds = if predicts { predicted_seconds(job, plan, group, console)? } else { None };
     // Measured before this process is bound to some of the host's cores.
     let cache = MachineCache::of_this_machine("peaks");
-    let peak = worker_peak(config, share, features, group, cache)?;
+    let peak = worker_peak(config, share, simd_level, group, cache)?;
     peak.iter().for_each(|peak| console.log(&peak.note));
     share.bind().context("cannot bind this worker to its cores; set [launch] bind = \"none\"")?;
     if let Some(cpus) = share.bound_to() {
@@ -96,7 +97,7 @@ fn trainer_options(
     let is_root = group.rank() == Rank::ROOT;
     Ok(TrainerOptions {
         num_threads: local_threads(config, share.num_threads),
-        simd_level_max: Some(features),
+        simd_level_max: Some(simd_level),
         peak_flops: peak.map(|peak| peak.flops),
         started,
         plan: Some(plan.worker_plan(step_seconds)),

@@ -22,7 +22,7 @@ impl Tls {
 }
 
 impl TlsLink {
-    pub(crate) fn shake_hands(&mut self) -> io::Result<Option<Interest>> {
+    pub(crate) fn continue_handshake(&mut self) -> io::Result<Option<Interest>> {
         match *self {}
     }
 

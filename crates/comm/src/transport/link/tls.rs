@@ -51,7 +51,7 @@ impl Tls {
         Ok(Tls { client: Arc::new(client), server: Arc::new(server), name })
     }
 
-    /// Starts TLS on a connected stream socket. The handshake, [`TlsLink::shake_hands`], must complete before other calls.
+    /// Starts TLS on a connected stream socket. The handshake, [`TlsLink::continue_handshake`], must complete before other calls.
     pub(crate) fn start(&self, socket: OwnedFd, side: ConnectionSide) -> io::Result<TlsLink> {
         let mut connection: Connection = match side {
             ConnectionSide::Connecting => ClientConnection::new(Arc::clone(&self.client), self.name.clone())
@@ -145,7 +145,7 @@ impl Write for Plain<'_> {
 
 impl TlsLink {
     /// Continues the handshake. Returns the event to wait for before the next call, or `None` once the handshake is complete.
-    pub(crate) fn shake_hands(&mut self) -> io::Result<Option<Interest>> {
+    pub(crate) fn continue_handshake(&mut self) -> io::Result<Option<Interest>> {
         loop {
             if !self.flush()? {
                 return Ok(Some(Interest::Send));

@@ -115,7 +115,7 @@ impl Builder<'_> {
         rotary: &Arc<RotaryTable>,
     ) -> LatentAttention {
         let config = self.config;
-        let LatentConfig { query_rank, kv_rank, plain_dim, rotary_dim, value_dim, is_interleaved } = latent;
+        let LatentConfig { query_rank, kv_rank, nope_dim, rotary_dim, value_dim, is_interleaved } = latent;
         let part = |part: &str| format!("{name}.self_attn.{part}");
         let heads = |dim: usize| (config.num_heads * dim, Some(AxisSplit::along(0).with_granule(dim)));
         let slice = |start: usize, len: usize| Arc::new(Slice { dim: 2, range: start..start + len });
@@ -123,7 +123,7 @@ impl Builder<'_> {
         let down = (part("kv_a_proj_with_mqa"), kv_rank + rotary_dim, None);
         let down: Vec<_> = ranks.into_iter().chain([down]).collect();
         let down = self.projections(&down, config.hidden_size, config.qkv_bias);
-        let (outputs, split) = heads(plain_dim + rotary_dim);
+        let (outputs, split) = heads(nope_dim + rotary_dim);
         let queries = match query_rank {
             None => {
                 let queries = [(part("q_proj"), outputs, split)];
@@ -137,10 +137,10 @@ impl Builder<'_> {
         };
         let first = query_rank.unwrap_or(0);
         let kv_norm = self.norm(&part("kv_a_layernorm"), kv_rank);
-        let (outputs, split) = heads(plain_dim + value_dim);
+        let (outputs, split) = heads(nope_dim + value_dim);
         let num_heads = self.table.part_len(AxisSplit::along(0), config.num_heads);
-        let shape = LatentHeadShape { num_heads, plain_dim, rotary_dim, value_dim, is_interleaved };
-        let dims = [plain_dim + rotary_dim, value_dim];
+        let shape = LatentHeadShape { num_heads, nope_dim, rotary_dim, value_dim, is_interleaved };
+        let dims = [nope_dim + rotary_dim, value_dim];
         LatentAttention {
             norm,
             down,

@@ -59,7 +59,7 @@ impl Scale {
     fn new(schedule: &Schedule, timeline: &Timeline, columns_max: usize) -> Scale {
         let spans = timeline.ranks.iter().flatten();
         let shortest = spans.map(|span| span.ticks()).filter(|&ticks| ticks > 0).min().unwrap_or(1);
-        let label = 1 + schedule.num_microbatches_in_all().saturating_sub(1).to_string().len() as u64;
+        let label = 1 + schedule.total_microbatches().saturating_sub(1).to_string().len() as u64;
         let wanted = u128::from(timeline.makespan) * u128::from(label) / u128::from(shortest);
         let (columns, ticks) = if wanted <= columns_max as u128 {
             (label, shortest)

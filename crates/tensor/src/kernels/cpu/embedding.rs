@@ -15,7 +15,7 @@ pub(crate) struct Bags<V> {
     /// Number of ids of each bag that are not padding; `None` if there is no padding.
     pub(crate) lens: Option<V>,
     /// Whether sums are divided by the number of ids.
-    pub(crate) takes_mean: bool,
+    pub(crate) is_mean: bool,
     /// First row and number of rows of this rank's shard of the table; ids of other rows contribute zeros. `None` if the table is not
     /// sharded.
     pub(crate) shard: Option<(usize, usize)>,
@@ -24,7 +24,7 @@ pub(crate) struct Bags<V> {
 impl<V> Bags<V> {
     /// Creates bags of one id each.
     pub(crate) fn of_single_ids(ids: V) -> Self {
-        Bags { ids, bag_len: 1, lens: None, takes_mean: false, shard: None }
+        Bags { ids, bag_len: 1, lens: None, is_mean: false, shard: None }
     }
 
     /// Restricts the ids to the shard of a table that a rank of the tensor axis stores. Panics if the table is not sharded by its rows.
@@ -35,8 +35,8 @@ impl<V> Bags<V> {
 
     /// Applies a function to each array.
     pub(crate) fn map<U>(self, mut array: impl FnMut(V) -> U) -> Bags<U> {
-        let Bags { bag_len, takes_mean, shard: part, .. } = self;
-        Bags { ids: array(self.ids), lens: self.lens.map(array), bag_len, takes_mean, shard: part }
+        let Bags { bag_len, is_mean, shard: part, .. } = self;
+        Bags { ids: array(self.ids), lens: self.lens.map(array), bag_len, is_mean, shard: part }
     }
 }
 
@@ -44,7 +44,7 @@ impl<'a> Bags<&'a [u32]> {
     /// Returns the ids of a bag, and the factor of their rows.
     fn bag(&self, index: usize) -> (&'a [u32], f32) {
         let len = self.lens.map_or(self.bag_len, |lens| (lens[index] as usize).min(self.bag_len));
-        let factor = if self.takes_mean { 1.0 / len.max(1) as f32 } else { 1.0 };
+        let factor = if self.is_mean { 1.0 / len.max(1) as f32 } else { 1.0 };
         (&self.ids[index * self.bag_len..][..len], factor)
     }
 

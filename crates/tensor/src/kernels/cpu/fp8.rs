@@ -138,13 +138,13 @@ mod tests {
     }
 
     fn quantized<T: Element>(
-        features: SimdLevel,
+        simd_level: SimdLevel,
         threads: usize,
         x: &[T],
         format: Fp8Format,
         scale_exponent: i32,
     ) -> (Vec<f64>, f32) {
-        let cpu = Cpu::new(ThreadPool::new(threads).unwrap(), features);
+        let cpu = Cpu::new(ThreadPool::new(threads).unwrap(), simd_level);
         let mut y = vec![Bf16::from_f32(1.5); x.len()];
         let amax = cpu.quantize_fp8(x, &mut y, format, scale_exponent);
         (y.into_iter().map(|y| f64::from(y.to_f32())).collect(), amax)
@@ -153,14 +153,14 @@ mod tests {
     /// Compares quantized values with the results of [`nearest`] at every SIMD level.
     fn check<T: Element>(x: &[T], format: Fp8Format, scale_exponent: i32) {
         let scale = 2.0_f64.powi(scale_exponent);
-        for features in levels() {
-            let (found, _) = quantized(features, 1, x, format, scale_exponent);
+        for simd_level in levels() {
+            let (found, _) = quantized(simd_level, 1, x, format, scale_exponent);
             for (x, found) in x.iter().map(|x| f64::from(x.to_f32())).zip(found) {
                 let expected = nearest(format, x * scale) / scale;
                 let is_same = found.to_bits() == expected.to_bits() || (found.is_nan() && x.is_nan());
                 assert!(
                     is_same,
-                    "{format:?}, 2^{scale_exponent}, {features}: {x:e} became {found:e}, not {expected:e}"
+                    "{format:?}, 2^{scale_exponent}, {simd_level}: {x:e} became {found:e}, not {expected:e}"
                 );
             }
         }
@@ -193,10 +193,10 @@ mod tests {
             for scale_exponent in [0, 5, -SCALE_EXPONENT_MAX, SCALE_EXPONENT_MAX] {
                 let scale = 2.0_f64.powi(-scale_exponent);
                 let exact: Vec<f32> = values.iter().map(|value| (value * scale) as f32).collect();
-                for features in levels() {
-                    let (found, amax) = quantized(features, 1, &exact, format, scale_exponent);
+                for simd_level in levels() {
+                    let (found, amax) = quantized(simd_level, 1, &exact, format, scale_exponent);
                     let wide = exact.iter().map(|&x| f64::from(x).to_bits());
-                    assert!(found.into_iter().map(f64::to_bits).eq(wide), "{format:?} at {features}");
+                    assert!(found.into_iter().map(f64::to_bits).eq(wide), "{format:?} at {simd_level}");
                     assert_eq!(amax, *exact.last().unwrap());
                 }
                 let halfway = values.windows(2).map(|pair| ((pair[0] + pair[1]) / 2.0 * scale) as f32);
@@ -211,8 +211,8 @@ mod tests {
         let values = [464.0, 480.0, 500.0, 61_439.0, 61_440.0, 65_536.0, 1e38, f32::MAX, f32::INFINITY];
         let values: Vec<f32> = values.iter().flat_map(|&x| [x, -x]).chain([f32::NAN, -f32::NAN]).collect();
         for format in FORMATS {
-            for features in levels() {
-                let (found, amax) = quantized(features, 1, &values, format, 0);
+            for simd_level in levels() {
+                let (found, amax) = quantized(simd_level, 1, &values, format, 0);
                 assert!(found[18..].iter().all(|x| x.is_nan()) && found[..18].iter().all(|x| x.is_finite()));
                 assert_eq!(found[16..18], [f64::from(format.limits().2), -f64::from(format.limits().2)]);
                 assert_eq!(amax, f32::MAX, "infinity and NaN are passed over");
@@ -230,8 +230,8 @@ mod tests {
             for format in FORMATS {
                 let one = quantized(SimdLevel::Portable, 1, &x, format, 4);
                 assert_eq!(one.1, x.iter().fold(0.0, |amax, x| x.abs().max(amax)));
-                for features in levels() {
-                    assert_eq!(quantized(features, 3, &x, format, 4), one);
+                for simd_level in levels() {
+                    assert_eq!(quantized(simd_level, 3, &x, format, 4), one);
                 }
             }
         }

@@ -26,8 +26,8 @@ trireme_base::named! {
 
 impl ExecutionUnit {
     /// Returns the unit that matmuls of a precision use at a SIMD level.
-    pub fn of(features: SimdLevel, precision: Precision) -> Self {
-        match (features, precision) {
+    pub fn of(simd_level: SimdLevel, precision: Precision) -> Self {
+        match (simd_level, precision) {
             (SimdLevel::Portable, _) => ExecutionUnit::MulAdd128,
             (SimdLevel::Avx2, _) => ExecutionUnit::Fma256,
             (SimdLevel::Avx512Bf16, Precision::Bf16) => ExecutionUnit::DotBf16,
@@ -223,11 +223,11 @@ mod tests {
 
     #[test]
     fn every_level_and_precision_has_a_unit_that_the_level_has() {
-        for features in SimdLevel::ALL {
+        for simd_level in SimdLevel::ALL {
             for precision in Precision::ALL {
                 assert!(
-                    ExecutionUnit::of(features, precision).min_simd_level() <= features,
-                    "{features} {precision}"
+                    ExecutionUnit::of(simd_level, precision).min_simd_level() <= simd_level,
+                    "{simd_level} {precision}"
                 );
             }
         }

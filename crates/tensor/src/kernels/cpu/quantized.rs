@@ -204,7 +204,7 @@ mod tests {
 
     fn cpus() -> impl Iterator<Item = Cpu> {
         let levels = SimdLevel::ALL.into_iter().filter(|&level| level <= SimdLevel::detect());
-        levels.map(|features| Cpu::new(ThreadPool::new(2).unwrap(), features))
+        levels.map(|simd_level| Cpu::new(ThreadPool::new(2).unwrap(), simd_level))
     }
 
     fn quantized(cpu: &Cpu, x: &[f32], format: IntegerFormat) -> Vec<u8> {

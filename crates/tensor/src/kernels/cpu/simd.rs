@@ -52,7 +52,7 @@ macro_rules! for_each_simd_level {
     ($($(#[$meta:meta])* $vis:vis fn $name:ident$(<$($generic:ident: $bound:path),+>)?($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => {$(
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis fn $name$(<$($generic: $bound),+>)?(features: $crate::kernels::cpu::simd::SimdLevel, $($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name$(<$($generic: $bound),+>)?(simd_level: $crate::kernels::cpu::simd::SimdLevel, $($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
             #[allow(clippy::too_many_arguments)]
             fn portable$(<$($generic: $bound),+>)?($($arg: $ty),*) $(-> $ret)? $body
@@ -67,7 +67,7 @@ macro_rules! for_each_simd_level {
             #[allow(clippy::too_many_arguments)]
             fn avx2$(<$($generic: $bound),+>)?($($arg: $ty),*) $(-> $ret)? { portable$(::<$($generic),+>)?($($arg),*) }
 
-            match features {
+            match simd_level {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: the level was detected on this machine.
                 level if level >= $crate::kernels::cpu::simd::SimdLevel::Avx512 => unsafe {

@@ -23,18 +23,18 @@ pub(crate) fn levels() -> impl Iterator<Item = SimdLevel> {
 }
 
 /// Returns a processor with a SIMD level and a number of threads.
-pub(crate) fn cpu(features: SimdLevel, num_threads: usize) -> Cpu {
-    Cpu::new(ThreadPool::new(num_threads).unwrap(), features)
+pub(crate) fn cpu(simd_level: SimdLevel, num_threads: usize) -> Cpu {
+    Cpu::new(ThreadPool::new(num_threads).unwrap(), simd_level)
 }
 
 /// Returns the outputs of a kernel at each level. Checks that one thread and three threads give equal bits.
 pub(crate) fn run_at_levels<const N: usize>(
     kernel: impl Fn(&Cpu) -> [Vec<f32>; N],
 ) -> Vec<(SimdLevel, [Vec<f32>; N])> {
-    let at_level = |features| {
-        let alone = kernel(&cpu(features, 1));
-        assert_same_bits(&alone, &kernel(&cpu(features, 3)), &format!("{features} with three threads"));
-        (features, alone)
+    let at_level = |simd_level| {
+        let alone = kernel(&cpu(simd_level, 1));
+        assert_same_bits(&alone, &kernel(&cpu(simd_level, 3)), &format!("{simd_level} with three threads"));
+        (simd_level, alone)
     };
     levels().map(at_level).collect()
 }
@@ -43,8 +43,8 @@ pub(crate) fn run_at_levels<const N: usize>(
 pub(crate) fn run<const N: usize>(kernel: impl Fn(&Cpu) -> [Vec<f32>; N]) -> [Vec<f32>; N] {
     let mut results = run_at_levels(kernel).into_iter();
     let (_, first) = results.next().expect("every machine has the lowest level");
-    for (features, outputs) in results {
-        assert_same_bits(&first, &outputs, &format!("{features}"));
+    for (simd_level, outputs) in results {
+        assert_same_bits(&first, &outputs, &format!("{simd_level}"));
     }
     first
 }

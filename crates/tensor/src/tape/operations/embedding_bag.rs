@@ -16,7 +16,7 @@ pub struct EmbeddingBag {
     /// `[num_rows, cols]`.
     pub table: ParameterSpan,
     /// Whether to divide by the number of ids. The mean of an empty bag is 0.
-    pub takes_mean: bool,
+    pub is_mean: bool,
     /// Whether there is a second input, `[batch]` in u32: the number of ids of each bag that are not padding.
     pub is_padded: bool,
 }
@@ -24,7 +24,7 @@ pub struct EmbeddingBag {
 impl EmbeddingBag {
     fn bags<'a>(&self, ids: View<'a>, lens: Option<View<'a>>) -> Bags<View<'a>> {
         let bag_len = ids.shape().cols();
-        Bags { ids, bag_len, lens, takes_mean: self.takes_mean, shard: None }.with_shard(self.table.shard)
+        Bags { ids, bag_len, lens, is_mean: self.is_mean, shard: None }.with_shard(self.table.shard)
     }
 }
 

@@ -35,7 +35,7 @@ impl ExchangeHeads {
         let degree = heads.axis_rank().degree;
         let mut nums = self.groups.iter().map(|group| group.num_heads);
         if let Some(num_heads) = nums.find(|num_heads| !num_heads.is_multiple_of(degree)) {
-            return Err(DeviceError::UnequalHeads { num_heads, degree });
+            return Err(DeviceError::IndivisibleHeads { num_heads, degree });
         }
         if to_heads { self.to_heads(cx, heads, x) } else { self.to_positions(cx, heads, x) }
     }

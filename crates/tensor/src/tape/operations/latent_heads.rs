@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 /// Assembles the heads of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1) for
 /// [`Attention`](crate::tape::Attention): `[batch, seq_len, qkv_cols]`. The inputs, of one dtype, are queries (`[batch, seq_len,
-/// num_heads * (plain_dim + rotary_dim)]`), the per-head parts of keys and values (`[batch, seq_len, num_heads * (plain_dim +
+/// num_heads * (nope_dim + rotary_dim)]`), the per-head parts of keys and values (`[batch, seq_len, num_heads * (nope_dim +
 /// value_dim)]`), and the part of keys that all heads share (`[batch, seq_len, rotary_dim]`). The rotary parts are rotated.
 ///
 /// Cost: one pass over memory in forward and in backward.

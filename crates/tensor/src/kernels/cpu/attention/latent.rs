@@ -11,7 +11,7 @@ pub struct LatentHeadShape {
     /// Number of heads, equal for queries, keys and values.
     pub num_heads: usize,
     /// Dim of the part of a query or key that is not rotated.
-    pub plain_dim: usize,
+    pub nope_dim: usize,
     /// Dim of the rotary part; even.
     pub rotary_dim: usize,
     /// Dim of a value head.
@@ -24,7 +24,7 @@ pub struct LatentHeadShape {
 impl LatentHeadShape {
     /// Returns the dim of a query or key head.
     pub fn head_dim(&self) -> usize {
-        self.plain_dim + self.rotary_dim
+        self.nope_dim + self.rotary_dim
     }
 
     /// Returns the length of a row of queries.
@@ -34,7 +34,7 @@ impl LatentHeadShape {
 
     /// Returns the length of a row of the per-head parts of keys and values.
     pub fn kv_cols(&self) -> usize {
-        self.num_heads * (self.plain_dim + self.value_dim)
+        self.num_heads * (self.nope_dim + self.value_dim)
     }
 
     /// Returns the length of a row of queries, keys and values.
@@ -92,7 +92,7 @@ impl Cpu {
         seq_len: usize,
         qkv: &mut [T],
     ) {
-        let LatentHeadShape { num_heads, plain_dim: plain, rotary_dim, value_dim, .. } = shape;
+        let LatentHeadShape { num_heads, nope_dim: plain, rotary_dim, value_dim, .. } = shape;
         let (cols, dim, half) = (shape.qkv_cols(), shape.head_dim(), rotary_dim / 2);
         self.for_each_row(qkv, cols, |row, out| {
             let angles = rotary.angles(row, seq_len, half);
@@ -125,7 +125,7 @@ impl Cpu {
         seq_len: usize,
         [d_queries, d_keys_values, d_shared_key]: [&mut [T]; 3],
     ) {
-        let LatentHeadShape { num_heads, plain_dim: plain, rotary_dim, value_dim, .. } = shape;
+        let LatentHeadShape { num_heads, nope_dim: plain, rotary_dim, value_dim, .. } = shape;
         let (cols, dim, half, kv_cols) =
             (shape.qkv_cols(), shape.head_dim(), rotary_dim / 2, shape.kv_cols());
         let [d_queries, d_keys_values, d_shared_key] =

@@ -146,10 +146,15 @@ fn check_inputs<T: Element>(inputs: &Inputs<T>) {
 fn check_results<T: Element>(inputs: &Inputs<T>, found: Vec<(SimdLevel, [Vec<f32>; 3])>) {
     let (exact, shape) = (inputs.exact(), inputs.shape);
     let num_terms = shape.seq_len * shape.heads_per_kv_head() + shape.head_dim;
-    for (features, [y, log_sums, d_qkv]) in found {
-        assert_close::<T>(&(features, "output", shape), &y, exact.y.iter().copied(), num_terms);
-        assert_close::<f32>(&(features, "sums", shape), &log_sums, exact.log_sums.iter().copied(), num_terms);
-        assert_close::<T>(&(features, "gradient", shape), &d_qkv, exact.d_qkv.iter().copied(), num_terms);
+    for (simd_level, [y, log_sums, d_qkv]) in found {
+        assert_close::<T>(&(simd_level, "output", shape), &y, exact.y.iter().copied(), num_terms);
+        assert_close::<f32>(
+            &(simd_level, "sums", shape),
+            &log_sums,
+            exact.log_sums.iter().copied(),
+            num_terms,
+        );
+        assert_close::<T>(&(simd_level, "gradient", shape), &d_qkv, exact.d_qkv.iter().copied(), num_terms);
     }
 }
 
@@ -213,8 +218,8 @@ fn separate_keys_and_values_give_the_same_bits() {
     for rule in rules(5) {
         let inputs = Inputs { rule, ..Inputs::<Bf16>::new(shape(2, 70, 4, 2, 5)) };
         let apart = run_at_levels(|cpu| inputs.run_with_separate_keys_on(cpu));
-        for ((features, together), (_, apart)) in inputs.run().into_iter().zip(apart) {
-            assert_eq!(together, apart, "{features} {rule:?}");
+        for ((simd_level, together), (_, apart)) in inputs.run().into_iter().zip(apart) {
+            assert_eq!(together, apart, "{simd_level} {rule:?}");
         }
     }
 }
@@ -223,11 +228,11 @@ fn separate_keys_and_values_give_the_same_bits() {
 fn a_query_that_sees_nothing_has_an_output_and_gradients_of_zero() {
     let mut inputs = Inputs::<f32>::new(shape(2, 70, 2, 1, 5));
     (inputs.rule, inputs.padding_starts) = (AttentionRule::full(5), Some(vec![0, 70]));
-    for (features, [y, _, d_qkv]) in inputs.run() {
+    for (simd_level, [y, _, d_qkv]) in inputs.run() {
         let (first, second) = y.split_at(y.len() / 2);
-        assert!(first.iter().all(|y| *y == 0.0) && second.iter().all(|y| *y != 0.0), "{features}");
+        assert!(first.iter().all(|y| *y == 0.0) && second.iter().all(|y| *y != 0.0), "{simd_level}");
         let (first, second) = d_qkv.split_at(d_qkv.len() / 2);
-        assert!(first.iter().all(|d| *d == 0.0) && second.iter().all(|d| d.is_finite()), "{features}");
+        assert!(first.iter().all(|d| *d == 0.0) && second.iter().all(|d| d.is_finite()), "{simd_level}");
     }
 }
 
@@ -252,9 +257,9 @@ fn the_gradient_is_linear_to_the_last_bit() {
         let small = Inputs::<T>::new(shape);
         let dy = small.dy.iter().map(|dy| T::from_f32(dy.to_f32() * factor)).collect();
         let large = Inputs { dy, qkv: small.qkv.clone(), ..Inputs::new(shape) };
-        for ((features, [_, _, small]), (_, [_, _, large])) in small.run().into_iter().zip(large.run()) {
+        for ((simd_level, [_, _, small]), (_, [_, _, large])) in small.run().into_iter().zip(large.run()) {
             let scaled: Vec<f32> = small.iter().map(|x| x * factor).collect();
-            assert_eq!(scaled, large, "{features}");
+            assert_eq!(scaled, large, "{simd_level}");
         }
     }
     for factor in [2.0_f32.powi(16), 2.0_f32.powi(90)] {
@@ -275,7 +280,7 @@ fn a_score_far_above_the_others_takes_all() {
         }
         let exact = to_f64(&inputs.qkv);
         let part = |row: usize, col: usize| &exact[row * shape.qkv_cols() + col..][..shape.head_dim];
-        for (features, [y, log_sums, d_qkv]) in inputs.run() {
+        for (simd_level, [y, log_sums, d_qkv]) in inputs.run() {
             for row in 0..shape.seq_len {
                 let score = |key: &usize| -> f64 {
                     part(row, 0).iter().zip(part(*key, shape.key_col(0))).map(|(q, k)| q * k).sum()
@@ -283,9 +288,9 @@ fn a_score_far_above_the_others_takes_all() {
                 let winner = (0..=row).max_by(|a, b| score(a).total_cmp(&score(b))).unwrap();
                 let expected = part(winner, shape.value_col(0));
                 let found = to_f64(&y[row * shape.head_dim..][..shape.head_dim]);
-                assert_eq!(found, expected, "{features}: row {row} is value {winner}");
+                assert_eq!(found, expected, "{simd_level}: row {row} is value {winner}");
             }
-            assert!(log_sums.iter().chain(&d_qkv).all(|x| x.is_finite()), "{features}");
+            assert!(log_sums.iter().chain(&d_qkv).all(|x| x.is_finite()), "{simd_level}");
         }
     }
     check::<f32>(1e12);
@@ -399,8 +404,8 @@ fn non_finite_values_stay_in_their_sequence_and_group_of_heads() {
                 Kind::Output => spoilt.dy[culprit.in_output(shape)] = T::from_f32(value),
                 _ => spoilt.qkv[culprit.in_qkv(shape)] = T::from_f32(value),
             }
-            for ((features, clean), (_, found)) in clean.iter().zip(spoilt.run()) {
-                let what = (features, T::DTYPE, kind, value);
+            for ((simd_level, clean), (_, found)) in clean.iter().zip(spoilt.run()) {
+                let what = (simd_level, T::DTYPE, kind, value);
                 let in_group = |at: Place| at.sequence == culprit.sequence && at.kv_head == culprit.kv_head;
                 let later = |at: Place| in_group(at) && at.position >= culprit.position;
                 let own_row =
@@ -478,7 +483,7 @@ fn check_cache(shape: AttentionShape, rule: AttentionRule) {
             y
         })
     });
-    for (features, outputs) in outputs {
+    for (simd_level, outputs) in outputs {
         let mut first = 0;
         for (part, y) in parts.iter().zip(&outputs) {
             let exact_rows = (0..shape.batch).flat_map(|sequence| {
@@ -486,7 +491,7 @@ fn check_cache(shape: AttentionShape, rule: AttentionRule) {
                 exact[start..start + part * shape.output_cols()].iter().copied()
             });
             assert_close::<f32>(
-                &(features, "rows from", first),
+                &(simd_level, "rows from", first),
                 y,
                 exact_rows,
                 shape.seq_len + shape.head_dim,

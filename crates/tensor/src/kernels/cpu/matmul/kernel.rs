@@ -202,7 +202,9 @@ impl MicroKernel {
             #[cfg(target_arch = "x86_64")]
             (SimdLevel::Avx2, _) => by_rows!(avx2: 1 2 3 4 5 6),
             #[cfg(target_arch = "x86_64")]
-            (features, _) if features >= SimdLevel::Avx512 => by_rows!(avx512: 1 2 3 4 5 6 7 8 9 10 11 12),
+            (simd_level, _) if simd_level >= SimdLevel::Avx512 => {
+                by_rows!(avx512: 1 2 3 4 5 6 7 8 9 10 11 12)
+            }
             _ => by_rows!(portable: 1 2 3 4),
         }
     }

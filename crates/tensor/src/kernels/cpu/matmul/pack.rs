@@ -199,7 +199,7 @@ fn matches_word_bits(kind: WordKind, values: Floats<'_>) -> bool {
 
 /// Packs a panel of the right operand: `span.len` rows of `micro.cols` words, padded with zeros.
 pub(super) fn right_panel(micro: MicroKernel, right: Matrix<'_>, span: PanelSpan, out: &mut [u32]) {
-    let (features, width) = (micro.simd_level, micro.cols);
+    let (simd_level, width) = (micro.simd_level, micro.cols);
     assert!(span.lines <= width && out.len() == span.len * width && right.covers(span.inner, span.lines));
     #[cfg(target_arch = "x86_64")]
     if let (WordKind::Bf16Pair, Floats::F32(source)) = (micro.words, right.values) {
@@ -210,10 +210,10 @@ pub(super) fn right_panel(micro: MicroKernel, right: Matrix<'_>, span: PanelSpan
     let in_place = matches_word_bits(micro.words, right.values);
     with_word_kind!(micro.words => |W| with_floats!(right.values => |source| {
         if right.col_stride == 1 {
-            pack_interleaved::<W, _>(features, source, right.row_stride, span, width, out);
+            pack_interleaved::<W, _>(simd_level, source, right.row_stride, span, width, out);
         } else {
             assert_eq!(right.row_stride, 1, "a factor is row-major or transposed");
-            pack_contiguous_transposed::<W, _>(features, features, in_place, source, right.col_stride, span, width, out);
+            pack_contiguous_transposed::<W, _>(simd_level, simd_level, in_place, source, right.col_stride, span, width, out);
         }
     }));
 }
@@ -256,20 +256,20 @@ pub(super) fn left_panel<'a>(
 
 /// Packs a panel of the left operand into [`num_left_words`] words.
 pub(super) fn pack_left_panel(micro: MicroKernel, left: Matrix<'_>, span: PanelSpan, out: &mut [u32]) {
-    let features = micro.simd_level;
+    let simd_level = micro.simd_level;
     assert!(span.lines <= micro.rows && left.covers(span.lines, span.inner));
     assert_eq!(out.len(), num_left_words(micro, span.len));
     let whole = micro.rows * span.len;
     with_word_kind!(micro.words => |W| with_floats!(left.values => |source| {
         if left.col_stride == 1 {
-            pack_contiguous::<W, _>(features, source, left.row_stride, span, &mut out[..whole]);
+            pack_contiguous::<W, _>(simd_level, source, left.row_stride, span, &mut out[..whole]);
         } else {
             assert_eq!(left.row_stride, 1, "a factor is row-major or transposed");
             if micro.row_major {
-                pack_interleaved_transposed::<W, _>(features, features, source, left.col_stride, span, out);
+                pack_interleaved_transposed::<W, _>(simd_level, simd_level, source, left.col_stride, span, out);
             } else {
                 let first_word = narrow_panel_of_pairs(micro, left, span, out);
-                pack_interleaved_narrow::<W, _>(features, first_word, source, left.col_stride, span, micro.rows, out);
+                pack_interleaved_narrow::<W, _>(simd_level, first_word, source, left.col_stride, span, micro.rows, out);
             }
         }
     }));

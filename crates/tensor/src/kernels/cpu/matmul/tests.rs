@@ -180,8 +180,8 @@ fn plus(sum: &Exact, terms: [f32; 2]) -> Exact {
 fn check(case: Case) {
     let operands = Operands::new(case);
     let (sums, MatmulSizes { cols, inner, .. }) = (operands.sums(), case.size);
-    for (features, [plain, added, accumulated]) in operands.run() {
-        let what = |what| (what, features, case);
+    for (simd_level, [plain, added, accumulated]) in operands.run() {
+        let what = |what| (what, simd_level, case);
         with_element!(case.kind.3 => |T| {
             assert_close::<T>(&what("product"), &plain, sums.iter().copied(), inner);
             let exact = sums.iter().enumerate().map(|(index, sum)| {
@@ -308,16 +308,16 @@ fn check_packed_per_tile<L: Element, R: Element>(operands: &Operands) {
     let (left, right) = (narrow::<L>(&operands.left), narrow::<R>(&operands.right));
     let factors = operands.factors(L::floats(&left), R::floats(&right));
     let sums = operands.sums();
-    for features in levels() {
+    for simd_level in levels() {
         let product = |before: &[f32], accumulate| {
             let mut out = before.to_vec();
-            let micro = MicroKernel::new(features, kind.0);
+            let micro = MicroKernel::new(simd_level, kind.0);
             let mut words = vec![u32::MAX; RightPanels::num_words(micro, size.inner, size.cols)];
             let right = RightPanels::pack(micro, (size.inner, size.cols), factors.1, &mut words);
             Tile::whole(&mut out, size).multiply(LeftOperand::InMemory(factors.0), right, accumulate);
             out
         };
-        let what = (features, operands.case);
+        let what = (simd_level, operands.case);
         let plain = product(&vec![f32::NAN; operands.before.len()], false);
         assert_close::<f32>(&what, &plain, sums.iter().copied(), size.inner);
         let exact = sums.iter().zip(&operands.before).map(|(sum, &before)| plus(sum, [before, 0.0]));
@@ -330,8 +330,8 @@ fn f32_products_have_the_same_bits_with_registers_of_any_width() {
     let operands = Operands::new(Case::new((37, 70, 530), 0, KINDS[0]));
     let results = operands.run();
     let fused: Vec<_> = results.iter().filter(|(level, _)| *level > SimdLevel::Portable).collect();
-    for (features, found) in &fused {
-        assert_eq!(found, &fused[0].1, "{features}");
+    for (simd_level, found) in &fused {
+        assert_eq!(found, &fused[0].1, "{simd_level}");
     }
 }
 
@@ -344,12 +344,12 @@ fn transposed_operands_match_products_by_hand() {
     for (transposed, expected) in [(false, [1.0, 2.0, 3.0, 4.0]), (true, [1.0, 3.0, 2.0, 4.0])] {
         let left = Matrix::row_major(Floats::F32(&left), 2, transposed);
         let right = Matrix::row_major(Floats::F32(&identity), 2, false);
-        for (features, precision) in
+        for (simd_level, precision) in
             levels().flat_map(|level| Precision::ALL.map(|precision| (level, precision)))
         {
             let mut out = [0.0_f32; 4];
-            multiply(&cpu(features, 1), precision, size, (left, right), &mut out, Epilogue::OVERWRITE);
-            assert_eq!(out, expected, "{features} {precision}");
+            multiply(&cpu(simd_level, 1), precision, size, (left, right), &mut out, Epilogue::OVERWRITE);
+            assert_eq!(out, expected, "{simd_level} {precision}");
         }
     }
 }

@@ -146,13 +146,13 @@ impl<'a> Tile<'a> {
     }
 
     /// Adds bias and residual to the product.
-    pub(super) fn add_epilogue(&mut self, features: SimdLevel, epilogue: &Epilogue<'_>) {
+    pub(super) fn add_epilogue(&mut self, simd_level: SimdLevel, epilogue: &Epilogue<'_>) {
         if epilogue.bias.is_none() && epilogue.residual.is_none() {
             return;
         }
         for row in 0..self.size.rows {
             let [bias, residual] = epilogue.of_row(row, self.row_stride, self.size.cols);
-            add_row(features, self.row(row), bias, residual);
+            add_row(simd_level, self.row(row), bias, residual);
         }
     }
 }

@@ -24,11 +24,11 @@ pub(super) enum WordKind {
 
 impl WordKind {
     /// Returns the kind of words of matmuls of `precision` on a machine.
-    pub(super) fn new(features: SimdLevel, precision: Precision) -> Self {
+    pub(super) fn new(simd_level: SimdLevel, precision: Precision) -> Self {
         match precision {
             Precision::F32 => WordKind::F32,
             Precision::F16 => WordKind::RoundedF16,
-            Precision::Bf16 if features >= SimdLevel::Avx512Bf16 => WordKind::Bf16Pair,
+            Precision::Bf16 if simd_level >= SimdLevel::Avx512Bf16 => WordKind::Bf16Pair,
             Precision::Bf16 => WordKind::RoundedBf16,
         }
     }

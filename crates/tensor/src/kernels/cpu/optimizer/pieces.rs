@@ -168,14 +168,14 @@ impl Pieces {
     /// Copies the state of the pieces `range` to f32s, contiguously. `state` starts with the first of these pieces.
     pub(crate) fn read_state(
         &self,
-        features: SimdLevel,
+        simd_level: SimdLevel,
         range: Range<usize>,
         state: StateSlice<'_>,
         out: &mut [f32],
     ) {
         self.for_each_state(range, state, |_, place, state| {
             for (block, out) in out[place].chunks_mut(BLOCK_LEN).enumerate() {
-                state.load(features, block, out);
+                state.load(simd_level, block, out);
             }
         });
     }
@@ -184,14 +184,14 @@ impl Pieces {
     /// the first of these pieces.
     pub(crate) fn write_state(
         &self,
-        features: SimdLevel,
+        simd_level: SimdLevel,
         range: Range<usize>,
         state: StateSlice<'_>,
         values: &[f32],
     ) {
         self.for_each_state(range, state, |piece, place, mut state| {
             for (block, values) in values[place].chunks(BLOCK_LEN).enumerate() {
-                state.store(features, block, values, 0, piece.position + block * BLOCK_LEN);
+                state.store(simd_level, block, values, 0, piece.position + block * BLOCK_LEN);
             }
         });
     }

@@ -415,7 +415,7 @@ impl Update {
 
     /// Updates a piece. Returns its sums.
     pub(super) fn run(&self, p: &mut [f32], g: &[f32], piece_states: PieceStates<'_>) -> [f64; 2] {
-        let features = piece_states.simd_level;
+        let simd_level = piece_states.simd_level;
         const NONE: [f32; 2] = [0.0; 2];
         macro_rules! each {
             (|$p:ident, $g:ident, $m:ident, $v:ident| $run:expr) => {
@@ -431,40 +431,40 @@ impl Update {
         }
         match *self {
             Update::AdamW(step) => {
-                each!(with c = AdamCoefficients::new(step); |p, g, m, v| adamw(features, p, g, m, v, c))
+                each!(with c = AdamCoefficients::new(step); |p, g, m, v| adamw(simd_level, p, g, m, v, c))
             }
             Update::Adam(step) => {
-                each!(with c = AdamCoefficients::new(step); |p, g, m, v| adam(features, p, g, m, v, c))
+                each!(with c = AdamCoefficients::new(step); |p, g, m, v| adam(simd_level, p, g, m, v, c))
             }
             Update::FrozenAdam(step) => {
-                each!(with c = AdamCoefficients::new(step); |p, g, m, v| frozen_adam(features, p, g, m, v, c))
+                each!(with c = AdamCoefficients::new(step); |p, g, m, v| frozen_adam(simd_level, p, g, m, v, c))
             }
             Update::FrozenAdamFromMomentum(step) => {
-                each!(with c = AdamCoefficients::new(step); |p, g, m, v| from_momentum(features, p, g, m, v, c))
+                each!(with c = AdamCoefficients::new(step); |p, g, m, v| from_momentum(simd_level, p, g, m, v, c))
             }
-            Update::FrozenAdamMomentum(step) => each!(|p, _g, m, _v| to_momentum(features, p, m, step)),
-            Update::Momentum(step) => each!(|p, g, m, _v| momentum(features, p, g, m, step)),
-            Update::Lion(step) => each!(|p, g, m, _v| lion(features, p, g, m, step)),
+            Update::FrozenAdamMomentum(step) => each!(|p, _g, m, _v| to_momentum(simd_level, p, m, step)),
+            Update::Momentum(step) => each!(|p, g, m, _v| momentum(simd_level, p, g, m, step)),
+            Update::Lion(step) => each!(|p, g, m, _v| lion(simd_level, p, g, m, step)),
             Update::Norms { grad_scale } => {
-                piece_states.run(p, g, |p, g, _, _| norms(features, p, g, grad_scale))
+                piece_states.run(p, g, |p, g, _, _| norms(simd_level, p, g, grad_scale))
             }
-            Update::Lars(step) => each!(|p, g, m, _v| lars(features, p, g, m, step)),
+            Update::Lars(step) => each!(|p, g, m, _v| lars(simd_level, p, g, m, step)),
             Update::LambMoments(step) => {
                 let c = AdamCoefficients::new(step);
-                piece_states.run(p, g, |p, g, m, v| lamb_moments(features, p, g, m, v, c))
+                piece_states.run(p, g, |p, g, m, v| lamb_moments(simd_level, p, g, m, v, c))
             }
             Update::Lamb(step) => {
-                each!(with c = AdamCoefficients::new(step); |p, _g, m, v| lamb(features, p, m, v, c))
+                each!(with c = AdamCoefficients::new(step); |p, _g, m, v| lamb(simd_level, p, m, v, c))
             }
             Update::AdafactorVectorMoment(step) => {
-                piece_states.run(p, g, |_, g, v, _| [adafactor_vector_moment(features, g, v, step), 0.0])
+                piece_states.run(p, g, |_, g, v, _| [adafactor_vector_moment(simd_level, g, v, step), 0.0])
             }
-            Update::AdafactorVector(step) => each!(|p, g, v, _w| adafactor_vector(features, p, g, v, step)),
-            Update::MuonMomentum(step) => each!(|p, g, m, _v| muon_momentum(features, p, g, m, step)),
+            Update::AdafactorVector(step) => each!(|p, g, v, _w| adafactor_vector(simd_level, p, g, v, step)),
+            Update::MuonMomentum(step) => each!(|p, g, m, _v| muon_momentum(simd_level, p, g, m, step)),
             Update::Descend { lr, parameter_factor } => {
-                each!(|p, g, _m, _v| descend(features, p, g, lr, parameter_factor))
+                each!(|p, g, _m, _v| descend(simd_level, p, g, lr, parameter_factor))
             }
-            Update::Sign { lr } => each!(|p, g, _m, _v| step_by_sign(features, p, g, lr)),
+            Update::Sign { lr } => each!(|p, g, _m, _v| step_by_sign(simd_level, p, g, lr)),
         }
     }
 }

@@ -98,17 +98,17 @@ pub(super) enum PieceState<'a> {
 
 impl PieceState<'_> {
     /// Converts a block to f32.
-    pub(super) fn load(&self, features: SimdLevel, block: usize, out: &mut [f32]) {
+    pub(super) fn load(&self, simd_level: SimdLevel, block: usize, out: &mut [f32]) {
         let range = block * BLOCK_LEN..block * BLOCK_LEN + out.len();
         match self {
             PieceState::Absent => {}
             PieceState::F32(values) => out.copy_from_slice(&values[range]),
-            PieceState::Bf16(values) => load_bf16(features, &values[range], out),
+            PieceState::Bf16(values) => load_bf16(simd_level, &values[range], out),
             PieceState::Int8 { codes, steps, is_second_moment: true } => {
-                load_roots(features, &codes[range], steps[block], out);
+                load_roots(simd_level, &codes[range], steps[block], out);
             }
             PieceState::Int8 { codes, steps, is_second_moment: false } => {
-                load_signed(features, &codes[range], steps[block], out);
+                load_signed(simd_level, &codes[range], steps[block], out);
             }
         }
     }
@@ -116,7 +116,7 @@ impl PieceState<'_> {
     /// Sets a block, which begins at `position` in its unit.
     pub(super) fn store(
         &mut self,
-        features: SimdLevel,
+        simd_level: SimdLevel,
         block: usize,
         values: &[f32],
         rounding_seed: u32,
@@ -129,12 +129,12 @@ impl PieceState<'_> {
         match self {
             PieceState::Absent => {}
             PieceState::F32(kept) => kept[range].copy_from_slice(values),
-            PieceState::Bf16(kept) => store_bf16(features, values, &mut kept[range], noise, position),
+            PieceState::Bf16(kept) => store_bf16(simd_level, values, &mut kept[range], noise, position),
             PieceState::Int8 { codes, steps, is_second_moment: true } => {
-                steps[block] = store_roots(features, values, &mut codes[range], noise, position);
+                steps[block] = store_roots(simd_level, values, &mut codes[range], noise, position);
             }
             PieceState::Int8 { codes, steps, is_second_moment: false } => {
-                steps[block] = store_signed(features, values, &mut codes[range], noise, position);
+                steps[block] = store_signed(simd_level, values, &mut codes[range], noise, position);
             }
         }
     }

@@ -16,11 +16,11 @@ impl NonFiniteCase {
     fn check(&self, spoil: impl Fn(&mut Operands, f32), expected: [&[usize]; 3]) {
         let mut operands = Operands::new(self.case);
         spoil(&mut operands, self.value);
-        for ((features, found), (_, clean)) in operands.run().iter().zip(&self.clean) {
+        for ((simd_level, found), (_, clean)) in operands.run().iter().zip(&self.clean) {
             let results = found.iter().zip(clean).zip(expected).enumerate();
             for (output, ((found, clean), expected)) in results.filter(|(_, pair)| !pair.0.0.is_empty()) {
                 let NonFiniteCase { case, value, .. } = self;
-                assert_eq!(not_finite(clean, found), expected, "{value}, {features}, {case:?}, {output}");
+                assert_eq!(not_finite(clean, found), expected, "{value}, {simd_level}, {case:?}, {output}");
             }
         }
     }
@@ -62,7 +62,7 @@ fn non_finite_values_reach_their_row_or_column_only() {
 }
 
 /// Multiplies `values` as a row by a column whose elements are all `other`.
-fn sum_of(features: SimdLevel, precision: Precision, values: &[f32], other: f32) -> f32 {
+fn sum_of(simd_level: SimdLevel, precision: Precision, values: &[f32], other: f32) -> f32 {
     let size = MatmulSizes { rows: 1, cols: 1, inner: values.len() };
     let others = vec![other; values.len()];
     let factors = (
@@ -70,67 +70,75 @@ fn sum_of(features: SimdLevel, precision: Precision, values: &[f32], other: f32)
         Matrix::row_major(Floats::F32(&others), 1, false),
     );
     let mut out = [f32::NAN];
-    multiply(&cpu(features, 1), precision, size, factors, &mut out, Epilogue::OVERWRITE);
+    multiply(&cpu(simd_level, 1), precision, size, factors, &mut out, Epilogue::OVERWRITE);
     out[0]
 }
 
 #[test]
 fn infinities_propagate_and_padding_does_not() {
-    for features in levels() {
+    for simd_level in levels() {
         for precision in Precision::ALL {
-            let what = format!("{features} {precision}");
+            let what = format!("{simd_level} {precision}");
             for place in [0, 1, 2, 15, 32] {
                 let mut values = vec![1.0; 33];
-                assert_eq!(sum_of(features, precision, &values, 1.0), 33.0, "{what}");
+                assert_eq!(sum_of(simd_level, precision, &values, 1.0), 33.0, "{what}");
                 values[place] = f32::INFINITY;
-                assert_eq!(sum_of(features, precision, &values, 1.0), f32::INFINITY, "{what}");
-                assert_eq!(sum_of(features, precision, &values, -1.0), f32::NEG_INFINITY, "{what}");
-                assert!(sum_of(features, precision, &values, 0.0).is_nan(), "{what}");
+                assert_eq!(sum_of(simd_level, precision, &values, 1.0), f32::INFINITY, "{what}");
+                assert_eq!(sum_of(simd_level, precision, &values, -1.0), f32::NEG_INFINITY, "{what}");
+                assert!(sum_of(simd_level, precision, &values, 0.0).is_nan(), "{what}");
                 values[32 - place] = f32::NEG_INFINITY;
-                assert!(sum_of(features, precision, &values, 1.0).is_nan(), "{what}");
+                assert!(sum_of(simd_level, precision, &values, 1.0).is_nan(), "{what}");
             }
         }
         assert_eq!(
-            sum_of(features, Precision::F32, &[1e30; 3], -1e30),
+            sum_of(simd_level, Precision::F32, &[1e30; 3], -1e30),
             f32::NEG_INFINITY,
-            "{features} overflows"
+            "{simd_level} overflows"
         );
         assert_eq!(
-            sum_of(features, Precision::Bf16, &[1e30; 3], 1e30),
+            sum_of(simd_level, Precision::Bf16, &[1e30; 3], 1e30),
             f32::INFINITY,
-            "{features} overflows"
+            "{simd_level} overflows"
         );
         // The largest f16 value is 65504; the sum is not f16.
-        assert_eq!(sum_of(features, Precision::F16, &[7e4; 3], 1.0), f32::INFINITY, "{features} overflows");
-        assert_eq!(sum_of(features, Precision::F16, &[6e4; 3], 6e4), 1.08e10, "{features} does not overflow");
+        assert_eq!(
+            sum_of(simd_level, Precision::F16, &[7e4; 3], 1.0),
+            f32::INFINITY,
+            "{simd_level} overflows"
+        );
+        assert_eq!(
+            sum_of(simd_level, Precision::F16, &[6e4; 3], 6e4),
+            1.08e10,
+            "{simd_level} does not overflow"
+        );
     }
 }
 
 #[test]
 fn subnormal_values_are_kept_unless_instructions_flush_them() {
     let tiny = f32::MIN_POSITIVE / 2.0;
-    for features in levels() {
+    for simd_level in levels() {
         // vdpbf16ps and tdpbf16ps treat subnormal operands as zero and flush subnormal results to zero.
-        let flushes = features >= SimdLevel::Avx512Bf16;
+        let flushes = simd_level >= SimdLevel::Avx512Bf16;
         for precision in [Precision::F32, Precision::Bf16] {
             let expected = |value: f32| if flushes && precision == Precision::Bf16 { 0.0 } else { value };
-            let sum = |values: &[f32], other: f32| sum_of(features, precision, values, other);
-            assert_eq!(sum(&[tiny; 2], 1.0), expected(2.0 * tiny), "{features} {precision}: factors");
+            let sum = |values: &[f32], other: f32| sum_of(simd_level, precision, values, other);
+            assert_eq!(sum(&[tiny; 2], 1.0), expected(2.0 * tiny), "{simd_level} {precision}: factors");
             assert_eq!(
                 sum(&[tiny; 3], 2.0_f32.powi(100)),
                 expected(3.0 * 2.0_f32.powi(-27)),
-                "{features} {precision}: factors of a normal sum"
+                "{simd_level} {precision}: factors of a normal sum"
             );
             let root = 2.0_f32.powi(-65);
             assert_eq!(
                 sum(&[root; 3], root),
                 expected(3.0 * (f32::MIN_POSITIVE / 16.0)),
-                "{features} {precision}: products"
+                "{simd_level} {precision}: products"
             );
         }
         // The smallest f16 is normal as an f32, so nothing is lost.
         let smallest = F16::from_bits(1).to_f32();
-        assert_eq!(sum_of(features, Precision::F16, &[smallest; 2], 1.0), 2.0 * smallest);
-        assert_eq!(sum_of(features, Precision::F16, &[smallest; 2], smallest), 2.0 * smallest * smallest);
+        assert_eq!(sum_of(simd_level, Precision::F16, &[smallest; 2], 1.0), 2.0 * smallest);
+        assert_eq!(sum_of(simd_level, Precision::F16, &[smallest; 2], smallest), 2.0 * smallest * smallest);
     }
 }
