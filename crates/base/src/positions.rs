@@ -7,7 +7,7 @@ use std::ops::Range;
 ///
 /// There are two ways to share a sequence. In ring attention, keys and values travel around a ring of ranks (Liu et al., "Ring attention",
 /// 2023). In Ulysses attention, an all-to-all gives each rank all positions for a part of the heads (Jacobs et al., "DeepSpeed Ulysses",
-/// 2023). If both are used, several neighbouring ranks share each place on the ring. They exchange positions for heads before keys and
+/// 2023). If both are used, several neighboring ranks share each place on the ring. They exchange positions for heads before keys and
 /// values travel around the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ContextRank {
@@ -21,7 +21,7 @@ impl ContextRank {
     /// The place of a rank that holds all positions.
     pub const ALONE: ContextRank = ContextRank { ring: AxisRank::ALONE, heads: AxisRank::ALONE };
 
-    /// Returns the place of a rank of the context axis. Each set of `heads_degree` neighbouring ranks exchanges positions for heads, and
+    /// Returns the place of a rank of the context axis. Each set of `heads_degree` neighboring ranks exchanges positions for heads, and
     /// shares one place on the ring.
     ///
     /// # Panics

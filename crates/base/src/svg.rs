@@ -28,7 +28,7 @@ impl Svg {
     }
 
     /// Creates an empty element for an HTML page. `attributes` are inserted verbatim. The page determines the width of the element, and its
-    /// style sheet determines the colour of text.
+    /// style sheet determines the color of text.
     pub fn within_page(width: f64, height: f64, attributes: &str) -> Self {
         Svg { text: format!("<svg viewBox=\"0 0 {width} {height}\" {attributes}>\n") }
     }
@@ -80,7 +80,7 @@ impl Svg {
         self.push(format_args!("<polygon points=\"{}\" {style}/>", format_points(points)));
     }
 
-    /// Draws a dot with its centre at `(x, y)`.
+    /// Draws a dot with its center at `(x, y)`.
     pub fn dot(&mut self, (x, y): (f64, f64), fill: &str) {
         self.push(format_args!("<circle cx=\"{x:.2}\" cy=\"{y:.2}\" r=\"3.5\" fill=\"{fill}\"/>"));
     }

@@ -41,7 +41,7 @@ impl Ticks {
         (value - self.low) / (self.high - self.low)
     }
 
-    /// Formats a tick with as many digits as distinguish it from its neighbours.
+    /// Formats a tick with as many digits as distinguish it from its neighbors.
     pub fn label(self, value: f64) -> String {
         let largest = self.low.abs().max(self.high.abs());
         if value == 0.0 {

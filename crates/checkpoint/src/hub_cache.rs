@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 /// Maximum size in bytes of `refs/main`, which contains the hash of a revision.
 const REVISION_BYTES_MAX: u64 = 256;
 
-/// Organisations that are tried for a model name without one.
+/// Organizations that are tried for a model name without one.
 const DEFAULT_ORGANISATIONS: [&str; 3] = ["openai-community", "EleutherAI", "HuggingFaceTB"];
 
 /// Returns `path` if it exists. Otherwise, returns the snapshot of the model of that name (`gpt2`, `Qwen/Qwen3-0.6B`) in the Hugging Face

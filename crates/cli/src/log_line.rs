@@ -31,7 +31,7 @@ impl LogLine<'_> {
         fields.join("  ")
     }
 
-    /// Returns the fields that fit into `columns`, in colour if the terminal supports it.
+    /// Returns the fields that fit into `columns`, in color if the terminal supports it.
     pub(crate) fn fitted(&self, columns: usize) -> String {
         let mut fields = self.fields();
         let width = |fields: &[Field]| -> usize {

@@ -35,7 +35,7 @@ impl<const FRACTION_BITS: u32> Code<FRACTION_BITS> {
     /// The difference of the exponent biases, at the position of the exponent in an f32.
     const REBIAS: u32 = (127 - Self::BIAS) << 23;
     const NORMAL_MIN: u32 = (128 - Self::BIAS) << 23;
-    /// The distance between neighbouring subnormal values.
+    /// The distance between neighboring subnormal values.
     const UNIT: f32 = power_of_two(1 - Self::BIAS as i32 - FRACTION_BITS as i32);
     /// A number whose unit in the last place is `UNIT`. Adding it to a value rounds the value to a multiple of `UNIT`.
     const ROUNDING_ADDEND: f32 = Self::UNIT * power_of_two(23);
@@ -154,7 +154,7 @@ mod tests {
             }
             assert!(value.is_nan() || Code::<FRACTION_BITS>::of(value) == code, "{code:#x}");
         }
-        // A value halfway between two neighbours is rounded to the even code; the next values below and above are not
+        // A value halfway between two neighbors is rounded to the even code; the next values below and above are not
         // ties.
         for code in 0..Code::<FRACTION_BITS>::LARGEST as u8 {
             let (low, high) = (Code::<FRACTION_BITS>::value(code), Code::<FRACTION_BITS>::value(code + 1));

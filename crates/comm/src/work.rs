@@ -9,7 +9,7 @@ use trireme_base::{DType, EventCompleter, Journal, JournalEntry, Pending};
 
 /// An operation that was issued and may not have completed. [`wait`](Work::wait) returns its result.
 ///
-/// Dropping it drops only the result. The operation is not cancelled, because the peers need it.
+/// Dropping it drops only the result. The operation is not canceled, because the peers need it.
 #[must_use = "an operation's result, or its failure, is seen by waiting for it"]
 pub struct Work<T> {
     state: State<T>,

@@ -47,7 +47,7 @@ pub fn bigram_baseline(train: &TokenFile, validation: &TokenFile) -> Result<f64,
     Ok((-4..=16).map(|exponent| loss(f64::from(exponent).exp2())).fold(f64::INFINITY, f64::min))
 }
 
-/// The distinct pairs of neighbouring tokens in the validation text, sorted.
+/// The distinct pairs of neighboring tokens in the validation text, sorted.
 struct Bigrams {
     /// The pairs whose first token is `a` have the indices `starts[a]..starts[a + 1]`.
     starts: Vec<usize>,

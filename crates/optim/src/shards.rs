@@ -12,7 +12,7 @@ pub trait ShardOps {
     type Error: From<DeviceError>;
 
     /// Replaces each of the f64 `values`, which are on the optimizer's device, by its sum over the ranks: over shards, and then over the
-    /// tensor axis. The values are added in the same binary tree as in every reduction, neighbouring ranks first. Kernels that are issued
+    /// tensor axis. The values are added in the same binary tree as in every reduction, neighboring ranks first. Kernels that are issued
     /// later read the sums.
     ///
     /// # Errors

@@ -22,7 +22,7 @@ pub enum Placement {
     ///
     /// The placements along all other axes are applied first. The ranges count the elements of the resulting part, including padding. Used
     /// for shards of a flat buffer of several tensors, which may begin and end anywhere within a tensor. If there are fewer ranges than
-    /// ranks, each range is held by equally many neighbouring ranks.
+    /// ranks, each range is held by equally many neighboring ranks.
     Ragged {
         /// Start of each range, followed by the end of the last one. Ascending, from 0 to the number of elements.
         bounds: Vec<usize>,
@@ -32,7 +32,7 @@ pub enum Placement {
         /// The index of the rank on the axis.
         rank: usize,
     },
-    /// The ranks of the axis form sets of `num` neighbours. One rank of each set holds the values, and the others hold nothing. Used for
+    /// The ranks of the axis form sets of `num` neighbors. One rank of each set holds the values, and the others hold nothing. Used for
     /// experts, which may have several replicas.
     OneOf {
         /// In each set, the index of the rank that holds the values, from 0 to `num - 1`.

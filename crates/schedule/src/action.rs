@@ -213,7 +213,7 @@ impl Action {
         }
     }
 
-    /// Returns the message that a pass waits for if the neighbouring unit is on another rank: the unit below for forward, the unit above
+    /// Returns the message that a pass waits for if the neighboring unit is on another rank: the unit below for forward, the unit above
     /// for backward and its input half. For backward of the last unit, which has no unit above, returns a message that no rank sends.
     pub fn awaited_message(self) -> Option<Message> {
         match self {

@@ -59,7 +59,7 @@ pub fn preflight(
     compare_clocks(group)
 }
 
-/// A file that rank 0 writes into the run's folder, by which other ranks recognise the folder.
+/// A file that rank 0 writes into the run's folder, by which other ranks recognize the folder.
 struct MarkerFile {
     path: PathBuf,
     /// Folders that were created for the file, the innermost first.

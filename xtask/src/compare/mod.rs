@@ -101,7 +101,7 @@ fn run_rounds(
     let mut num_failed = 0;
     let mut run_round = |number: usize| {
         let mut round = Round::new();
-        // Every other round runs in reverse order, so that a drift of the machine favours neither side.
+        // Every other round runs in reverse order, so that a drift of the machine favors neither side.
         let mut order: Vec<&BenchCommand> = runs.iter().collect();
         if number.is_multiple_of(2) {
             order.reverse();

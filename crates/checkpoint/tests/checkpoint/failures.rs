@@ -124,7 +124,7 @@ fn a_checkpoint_that_cannot_be_accessed_is_not_damaged() {
     symlink(&manifest, &manifest).unwrap();
     let refused = Checkpoint::open(&path).unwrap_err();
     assert!(matches!(refused, CheckpointError::Read { .. }) && !refused.is_damage(), "{refused:?}");
-    // The folder is not renamed in favour of a new checkpoint of the same step.
+    // The folder is not renamed in favor of a new checkpoint of the same step.
     let saved = save_changed(folder.path(), 1, &example(), 2, |_, _| ());
     assert!(saved.iter().all(Result::is_err), "{saved:?}");
     assert_eq!(files_of(folder.path()), [folder.path().join("latest"), path]);

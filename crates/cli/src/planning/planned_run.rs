@@ -163,7 +163,7 @@ impl<'a> Workers<'a> {
         }
     }
 
-    /// Returns this worker's group in a dry world, in which no other rank runs. Neighbouring ranks share a host, as launchers number them.
+    /// Returns this worker's group in a dry world, in which no other rank runs. Neighboring ranks share a host, as launchers number them.
     pub(super) fn dry_group(&self) -> Result<Group, CommError> {
         let hosts: Vec<usize> = (0..self.world_size).map(|rank| rank / self.local_world_size).collect();
         let transport = match (self.num_sharing_memory > 1, self.shares_memory) {
@@ -175,7 +175,7 @@ impl<'a> Workers<'a> {
     }
 
     /// Returns a worker for each pipeline rank, on this host if possible, and the number of workers of this host that have that pipeline
-    /// rank. Neighbouring ranks share a host, as launchers number them.
+    /// rank. Neighboring ranks share a host, as launchers number them.
     pub(super) fn by_pipeline_rank(self, config: &Config) -> Vec<(Workers<'a>, usize)> {
         let workers_per_pipeline_rank = config.workers_per_pipeline_rank();
         let first = self.rank / self.local_world_size * self.local_world_size;

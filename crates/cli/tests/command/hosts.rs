@@ -205,7 +205,7 @@ fn each_rank_names_the_other_when_their_link_is_cut() {
     assert!(fixture.complete_checkpoints("tiny") > 0);
 }
 
-/// As `srun -m cyclic` places them: neighbouring ranks are on different hosts.
+/// As `srun -m cyclic` places them: neighboring ranks are on different hosts.
 #[test]
 fn ranks_placed_round_robin_send_no_more() {
     let Some(hosts) = hosts() else { return };

@@ -278,7 +278,7 @@ fn a_custom_schedule_is_run_or_refused_with_the_place_marked() {
             "plan tiny.toml {pipeline} --set parallelism.pipeline_parallel_schedule=dualpipe-v --save-schedule saved.txt"
         ))
         .succeeded();
-    // A schedule without a name: the embedding is on the last worker, and a worker's stages are neighbours.
+    // A schedule without a name: the embedding is on the last worker, and a worker's stages are neighbors.
     fixture.write(
         "own.txt",
         "ranks 2 placement 1,1,0,0 microbatches 4 # there is no such schedule\n\

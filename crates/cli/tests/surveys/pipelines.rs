@@ -106,7 +106,7 @@ fn in_flight() -> Row {
     }
 }
 
-/// Returns the number of messages that a step sends between ranks: one for each pass of a stage whose neighbour is on another rank.
+/// Returns the number of messages that a step sends between ranks: one for each pass of a stage whose neighbor is on another rank.
 fn num_messages(schedule: &Schedule) -> usize {
     let pairs = schedule.stage_ranks.windows(2).filter(|pair| pair[0] != pair[1]).count();
     2 * pairs * schedule.num_microbatches

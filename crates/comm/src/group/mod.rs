@@ -326,7 +326,7 @@ impl Group {
         }
     }
 
-    /// Bytes that the group allocates in addition to buffers: the area in which the ranks of a host synchronise, and the rings between
+    /// Bytes that the group allocates in addition to buffers: the area in which the ranks of a host synchronize, and the rings between
     /// them.
     pub fn fixed_bytes(&self) -> usize {
         let shares_memory = if self.is_dry() {

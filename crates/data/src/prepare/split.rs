@@ -5,7 +5,7 @@ use std::ops::Range;
 const COPY_TOKENS: u64 = 64 << 10;
 /// The seed of the random choice. Any value works, but the same corpus must always be split the same way.
 const SELECTION_SEED: u64 = 0;
-/// Choosing stops when this fraction of the wanted tokens is reached. Filling the rest exactly would favour tiny documents.
+/// Choosing stops when this fraction of the wanted tokens is reached. Filling the rest exactly would favor tiny documents.
 const SELECTION_STOP_FRACTION: f64 = 0.95;
 
 /// The choice of validation tokens.

@@ -76,7 +76,7 @@ pub struct LatentConfig {
     pub rotary_dim: usize,
     /// Elements of a value head.
     pub value_dim: usize,
-    /// Whether pairs of neighbouring elements are rotated together.
+    /// Whether pairs of neighboring elements are rotated together.
     pub is_interleaved: bool,
 }
 

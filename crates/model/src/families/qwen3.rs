@@ -1,4 +1,4 @@
-//! qwen3 (Qwen team, "Qwen3 technical report", 2025): qwen2 without biases, with normalised heads of queries and keys.
+//! qwen3 (Qwen team, "Qwen3 technical report", 2025): qwen2 without biases, with normalized heads of queries and keys.
 
 use super::decoder::{
     Defaults, Style, build, read_decoder, read_qwen_attention, write_decoder, write_qwen_attention,

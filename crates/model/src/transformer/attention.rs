@@ -30,7 +30,7 @@ impl Sublayer for SelfAttention {
     }
 }
 
-/// Normalisation of the heads of queries and keys (Henry et al., "Query-key normalization for transformers", 2020).
+/// Normalization of the heads of queries and keys (Henry et al., "Query-key normalization for transformers", 2020).
 #[derive(Debug)]
 pub(crate) struct QkNorms {
     parts: [HeadNorm; 2],

@@ -105,7 +105,7 @@ pub(crate) struct Gradients {
     gathered: Option<GatheredUnits>,
     /// Counts the memory that reductions use in addition to the gradients.
     counted: CountedMemory,
-    /// Replicated parameters whose sums could differ between ranks, because their rounding depends on neighbouring elements.
+    /// Replicated parameters whose sums could differ between ranks, because their rounding depends on neighboring elements.
     block_rounded: ReplicatedParameters,
     /// Contributions to the gradients of tied parameters, in a pipeline.
     tied: Option<TiedGradients>,

@@ -127,7 +127,7 @@ impl Reduction {
         }
     }
 
-    /// Whether the rounding of the last sum depends on neighbouring elements. If it does, ranks that hold different parts of a unit may get
+    /// Whether the rounding of the last sum depends on neighboring elements. If it does, ranks that hold different parts of a unit may get
     /// different bits for a replicated parameter.
     pub(crate) fn is_block_rounded(&self) -> bool {
         match self {

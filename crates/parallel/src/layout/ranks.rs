@@ -20,12 +20,12 @@ pub struct Degrees {
     pub shards: usize,
     /// Ranks along [`Axis::CONTEXT`].
     pub context: usize,
-    /// Size of the groups of neighbouring ranks on the context axis that change a split of sequences by position into a split by
+    /// Size of the groups of neighboring ranks on the context axis that change a split of sequences by position into a split by
     /// attention head, by all-to-all (Jacobs et al., "DeepSpeed Ulysses", 2023). Keys and values travel in a ring between these groups.
     pub heads: usize,
     /// Ranks along [`Axis::TENSOR`].
     pub tensor: usize,
-    /// Neighbouring data-parallel ranks with different experts. Ranks of the context axis count as data-parallel.
+    /// Neighboring data-parallel ranks with different experts. Ranks of the context axis count as data-parallel.
     pub experts: usize,
 }
 
@@ -59,7 +59,7 @@ impl Degrees {
         Degrees { context: 1, ..self }.mesh(world_size)
     }
 
-    /// Returns the mesh for units with experts, with the same rank numbers as [`mesh`](Degrees::mesh). Neighbouring data-parallel ranks
+    /// Returns the mesh for units with experts, with the same rank numbers as [`mesh`](Degrees::mesh). Neighboring data-parallel ranks
     /// along [`Axis::EXPERT`] have different experts.
     ///
     /// # Panics
@@ -99,7 +99,7 @@ impl Degrees {
 }
 
 /// The ranks of a world, as a mesh of the axes [pipeline](Axis::PIPELINE), [replicas](Axis::DATA_REPLICATE), [shards](Axis::DATA_SHARD),
-/// [context](Axis::CONTEXT) and [tensor](Axis::TENSOR). The last axis varies fastest, so that the ranks that exchange most are neighbours.
+/// [context](Axis::CONTEXT) and [tensor](Axis::TENSOR). The last axis varies fastest, so that the ranks that exchange most are neighbors.
 /// The rank at the places `p`, `r`, `s`, `c` and `t` has the number `(((p * replicas + r) * shards + s) * context + c) * tensor + t`.
 ///
 /// Ranks with the same place in the pipeline run the same units. Ranks that differ only in their tensor place see the same microbatches and

@@ -30,7 +30,7 @@ pub(crate) struct GatheredUnits {
     pool: Pool,
     /// Gathers units as integers, if weights are quantized. Secondary shards take precedence.
     quantized: Option<QuantizedGather>,
-    /// Replicated parameters that quantization would make different on different ranks, because scales depend on neighbouring elements. The
+    /// Replicated parameters that quantization would make different on different ranks, because scales depend on neighboring elements. The
     /// first rank's values are broadcast.
     block_rounded: ReplicatedParameters,
     secondary: Option<SecondaryShards>,

@@ -36,11 +36,11 @@ fn models() -> Vec<ModelConfig> {
     let llama = r#"{"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
         "max_position_embeddings": 32, "attention_bias": true, "mlp_bias": true}"#;
-    // Queries and keys are normalised per head.
+    // Queries and keys are normalized per head.
     let qwen3 = r#"{"model_type": "qwen3", "vocab_size": 64, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
         "max_position_embeddings": 32, "tie_word_embeddings": true}"#;
-    // Additions to the residual stream are normalised, and logits are capped.
+    // Additions to the residual stream are normalized, and logits are capped.
     let gemma2 = r#"{"model_type": "gemma2", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
         "max_position_embeddings": 32, "query_pre_attn_scalar": 6, "sliding_window": 8}"#;
@@ -275,7 +275,7 @@ fn optimizers_use_full_parameters() {
     }
 }
 
-/// The rounding by codecs and integer formats depends on the neighbouring elements of the unit, which differ between ranks of the tensor
+/// The rounding by codecs and integer formats depends on the neighboring elements of the unit, which differ between ranks of the tensor
 /// axis. The ranks that hold the same parameter must still have equal values, which [`train_on`] checks.
 #[test]
 fn block_rounded_parameters_are_equal_on_all_ranks() {

@@ -36,7 +36,7 @@ pub fn segments(
 }
 
 /// Returns the elements that `rank` computes in a direct all-reduce. The rank reads this range of every rank's buffer, reduces it in the
-/// order of [`canonical_order`](super::canonical_order) and writes the result into every buffer, all between two synchronisations.
+/// order of [`canonical_order`](super::canonical_order) and writes the result into every buffer, all between two synchronizations.
 ///
 /// The ranges cover `0..len` in rank order. Inner borders are multiples of `granule` elements, so that no two ranks write one cache line.
 ///

@@ -35,7 +35,7 @@ pub struct DirectCost {
 }
 
 impl DirectCost {
-    /// Creates the cost from a synchronisation time in microseconds and a bandwidth in GB/s (10^9 bytes per second).
+    /// Creates the cost from a synchronization time in microseconds and a bandwidth in GB/s (10^9 bytes per second).
     pub fn of(synchronisation_microseconds: f64, gigabytes_per_second: f64) -> Self {
         DirectCost {
             synchronisation_seconds: synchronisation_microseconds * 1e-6,

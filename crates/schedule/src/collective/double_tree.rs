@@ -18,7 +18,7 @@ pub(super) fn num_chunks(len: usize) -> usize {
 
 /// Appends the steps of an all-reduce: up both trees, then down both.
 ///
-/// All ranks share time slots. In each slot, a rank sends at most one message and receives at most one. An edge of colour `c` carries
+/// All ranks share time slots. In each slot, a rank sends at most one message and receives at most one. An edge of color `c` carries
 /// chunks in the slots whose number is `c` modulo 2. On the way up, an edge carries its first chunk when the subtree below it has had
 /// enough slots to reduce that chunk.
 pub(super) fn all_reduce(own: &RankContext, steps: &mut Vec<Step>) {
@@ -164,9 +164,9 @@ impl Trees {
         })
     }
 
-    /// Returns the colour of an edge, 0 or 1. The edges to a rank's two parents have different colours, and so have the edges to its two
-    /// children. Each edge thus constrains at most two others, and colours alternate along the resulting chains and rings. In each chain or
-    /// ring, the edge with the smallest pair of tree and number has colour 0.
+    /// Returns the color of an edge, 0 or 1. The edges to a rank's two parents have different colors, and so have the edges to its two
+    /// children. Each edge thus constrains at most two others, and colors alternate along the resulting chains and rings. In each chain or
+    /// ring, the edge with the smallest pair of tree and number has color 0.
     fn colour(&self, edge: (usize, usize)) -> usize {
         let mut lowest = (edge, 0);
         for first_end in [End::Child, End::Parent] {
@@ -184,7 +184,7 @@ impl Trees {
         lowest.1
     }
 
-    /// Returns the other edge at an end of this edge, which must have a different colour.
+    /// Returns the other edge at an end of this edge, which must have a different color.
     fn conflicting_edge(&self, (tree, number): (usize, usize), end: End) -> Option<(usize, usize)> {
         if end == End::Parent {
             return self.sibling(number).map(|sibling| (tree, sibling));

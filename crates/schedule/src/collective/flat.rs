@@ -80,7 +80,7 @@ impl FlatAlgorithm {
     }
 }
 
-/// Returns the number of synchronisations of a direct algorithm, and the bytes that the busiest rank reads and writes in other ranks'
+/// Returns the number of synchronizations of a direct algorithm, and the bytes that the busiest rank reads and writes in other ranks'
 /// memory, for vectors of `whole` bytes and blocks of `own` bytes.
 pub(super) fn direct_work(kind: CollectiveKind, whole: f64, own: f64) -> (f64, f64) {
     use CollectiveKind as C;

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 /// Appends the steps of an all-reduce for long vectors: reduce-scatter by vector halving and distance doubling, then the same exchanges in
 /// reverse (Thakur, Rabenseifner, Gropp: "Optimization of collective communication operations in MPICH", 2005, sections on reduce and
-/// allreduce). Neighbours pair first, so the order is canonical. The two ranks of a folded pair also send each other `len` elements.
+/// allreduce). Neighbors pair first, so the order is canonical. The two ranks of a folded pair also send each other `len` elements.
 pub(super) fn all_reduce_halving_doubling(own: &RankContext, steps: &mut Vec<Step>) {
     let first = steps.len();
     halve(own, &Folding::new(own.world_size(), 0), steps);
@@ -45,7 +45,7 @@ pub(super) fn reduce(own: &RankContext, steps: &mut Vec<Step>) {
     }
 }
 
-/// Appends the steps of a reduce-scatter in canonical order (recursive halving, neighbours first). At each of the doubling distances, a
+/// Appends the steps of a reduce-scatter in canonical order (recursive halving, neighbors first). At each of the doubling distances, a
 /// rank sends its partner the blocks that the partner continues to reduce, in one message for each leaf. The second rank of a folded pair
 /// first sends its vector to the first rank, and receives its block at the end.
 ///

@@ -2,7 +2,7 @@
 //!
 //! # Canonical order
 //! Every canonical reduction ([`is_canonical`]) computes each element by one fixed binary tree over the ranks, so all ranks, all canonical
-//! algorithms and all transports compute the same bits. With a power of two of ranks, the tree pairs neighbours first: `(0 + 1) + (2 + 3)`
+//! algorithms and all transports compute the same bits. With a power of two of ranks, the tree pairs neighbors first: `(0 + 1) + (2 + 3)`
 //! for four ranks. Any other world size is `p + extra` ranks, with `p` the largest power of two below it. The first `2 * extra` ranks are
 //! folded into pairs, and the tree pairs the resulting `p` values: `((0 + 1) + 2) + (3 + 4)` for five ranks. The left operand always
 //! belongs to the lower ranks. [`canonical_order`] returns the tree as a stack program. Other reductions have a different order, which is

@@ -60,7 +60,7 @@ fn push_subtree(folding: &Folding, first: usize, end: usize, terms: &mut Vec<Sta
     }
 }
 
-/// The ranks as leaves of a balanced tree. The first `extra` leaves are pairs of neighbours. A pair is represented by the root if it
+/// The ranks as leaves of a balanced tree. The first `extra` leaves are pairs of neighbors. A pair is represented by the root if it
 /// contains the root, else by its first rank.
 pub(super) struct Folding {
     pub(super) num_leaves: usize,

@@ -5,7 +5,7 @@ use super::rank_context::{RankContext, distances};
 use super::{Incoming, Outgoing, Step};
 use std::ops::Range;
 
-/// The merge of two neighbouring subtrees of equal size (the last may be smaller), as seen by the representative of one of them.
+/// The merge of two neighboring subtrees of equal size (the last may be smaller), as seen by the representative of one of them.
 struct Merge {
     /// The representative of the other subtree.
     partner: usize,

@@ -80,7 +80,7 @@ fn gather_to_send(actions: &[Action]) -> Vec<Action> {
     })
 }
 
-/// Returns the ranges in the order of their first passes. A unit stays gathered between neighbouring passes that read it, from its
+/// Returns the ranges in the order of their first passes. A unit stays gathered between neighboring passes that read it, from its
 /// recomputation to its backward pass, and from forward to backward if the layout [says so](crate::StateLayout::keep_gathered).
 fn gathered_ranges(header: &ProgramHeader, passes: &[Action]) -> Vec<GatheredRange> {
     let mut ranges: Vec<GatheredRange> = Vec::new();

@@ -1,7 +1,7 @@
 //! Messages between the ranks of a schedule.
 //!
 //! If a send blocks until the receiver receives, a schedule whose data dependencies are satisfied may still deadlock. In 1F1B, two
-//! neighbours send to each other at the same time, one its activation and the other its gradient. If each received only just before the
+//! neighbors send to each other at the same time, one its activation and the other its gradient. If each received only just before the
 //! pass that needs the message, both would block in their sends. Therefore, a receive is placed where the sender sends. All passes and
 //! messages are put into one global order by time, with a message at the end of the pass that produced it, and each rank executes its own
 //! part of this order. The earliest event that has not been executed is then next on every rank that takes part in it, so it can always

@@ -15,10 +15,10 @@ config_section! {
         /// workers divided by the number of shards.
         data_parallel_replicate_degree: i64 = -1, within -1..=1 << 20;
         /// Number of workers that divide each block (heads of attention, inner width of the feed-forward layer) and the
-        /// vocabulary. They are neighbours, read the same data, and exchange activations twice per block in forward and
+        /// vocabulary. They are neighbors, read the same data, and exchange activations twice per block in forward and
         /// twice in backward. The order of sums differs from the order of one worker, so losses differ by rounding.
         tensor_parallel_degree: usize = 1, within 1..=1 << 12;
-        /// With `tensor_parallel_degree` above 1: whether these workers also divide the rows of normalisations, of residuals and of the
+        /// With `tensor_parallel_degree` above 1: whether these workers also divide the rows of normalizations, of residuals and of the
         /// outputs of blocks (sequence parallelism). This takes less memory. Forward sends as many bytes as without; backward sends half as
         /// many again. `seq_len` must be a multiple of `tensor_parallel_degree`.
         sequence_parallel: bool = true;
@@ -27,18 +27,18 @@ config_section! {
         /// divided by the degree. Attention reads the keys and values of all of these workers (docs/context.md). Losses differ from those
         /// of one worker by rounding.
         context_parallel_degree: usize = 1, within 1..=1 << 12;
-        /// Number of neighbours among the workers of `context_parallel_degree` that exchange positions for heads before attention and
-        /// back after it (Ulysses). Between these groups of neighbours, keys and values go around a ring. With 1 there is only the ring,
+        /// Number of neighbors among the workers of `context_parallel_degree` that exchange positions for heads before attention and
+        /// back after it (Ulysses). Between these groups of neighbors, keys and values go around a ring. With 1 there is only the ring,
         /// and with the value of `context_parallel_degree` there is none. Must divide that degree, and the number of key-value heads that
         /// a worker has. 0 chooses the value that sends the fewest bytes, or 1 for a custom task.
         context_parallel_heads_degree: usize = 0, within 0..=1 << 12;
-        /// Number of workers with different experts, for models with experts (docs/experts.md). They are neighbours among the workers that
+        /// Number of workers with different experts, for models with experts (docs/experts.md). They are neighbors among the workers that
         /// see different samples or positions. Tokens travel to their experts and back in each layer, forward and backward. Must divide the
         /// number of these workers and the experts of each layer. If training state is sharded, it must divide the workers of a replica, or
         /// be a multiple of them.
         expert_parallel_degree: usize = 1, within 1..=1 << 12;
         /// Number of workers in a pipeline. The units of the model (embedding, blocks, head) are divided among them in stages of about
-        /// equal work, and each microbatch passes through all of them. Ranks of neighbours in the pipeline differ by the number of
+        /// equal work, and each microbatch passes through all of them. Ranks of neighbors in the pipeline differ by the number of
         /// data-parallel workers times `context_parallel_degree` times `tensor_parallel_degree`. Losses and weights have the same bits with
         /// every schedule that drains between steps.
         pipeline_parallel_degree: usize = 1, within 1..=1 << 12;
@@ -110,7 +110,7 @@ config_section! {
     /// bits.
     ActivationCheckpoint {
         /// `none` keeps everything; `selective` the results of matrix multiplications and attention, but not of
-        /// normalisations; `block` the input of each block; `every-k` the input of every `every_k`-th block; `auto`
+        /// normalizations; `block` the input of each block; `every-k` the input of every `every_k`-th block; `auto`
         /// chooses among these, block by block, to recompute as little as possible within `memory`.
         mode: ActivationCheckpointMode = ActivationCheckpointMode::None;
         /// Number of blocks that are recomputed as one segment. Only applies with `mode = "every-k"`.

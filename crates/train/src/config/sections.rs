@@ -104,7 +104,7 @@ config_section! {
         max_position_embeddings: usize = 0, within 0..=1 << 24;
         /// Whether the head shares the weights of the embedding.
         tie_word_embeddings: bool = true;
-        /// Epsilon added to the variance in normalisation layers.
+        /// Epsilon added to the variance in normalization layers.
         norm_eps: f64 = 1e-5, within above_up_to(0.0, 1.0);
         /// Base of the rotary frequencies (llama).
         rope_theta: f64 = 10_000.0, within above(0.0);
@@ -503,7 +503,7 @@ config_section! {
         /// TCP port where the workers meet; 0 uses a free one.
         @per_rank
         master_port: u16 = 0;
-        /// How workers are bound to cores. Neighbouring ranks get neighbouring cores, close to their own memory. `trireme doctor --workers
+        /// How workers are bound to cores. Neighboring ranks get neighboring cores, close to their own memory. `trireme doctor --workers
         /// N` shows what `auto` would do for N workers on this host.
         @per_rank
         bind: Bind = Bind::Auto;

@@ -171,7 +171,7 @@ fn measure(kind: ScheduleKind, args: &ScheduleArgs) -> Result<ScheduleReport> {
     })
 }
 
-/// Returns costs that differ between neighbouring stages.
+/// Returns costs that differ between neighboring stages.
 fn stage_costs(stage: usize) -> StageCosts {
     let stage = stage as u64;
     StageCosts::of(18 + 2 * stage % 5, 18 + 3 * stage % 5, 18 + stage % 4)

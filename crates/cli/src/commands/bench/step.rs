@@ -76,10 +76,10 @@ pub(crate) struct StepArgs {
     /// Workers that divide the positions of each sequence among them (context parallelism).
     #[arg(long, value_name = "N", default_value_t = 1)]
     context: usize,
-    /// With --context: neighbours per group that exchanges positions for heads. Keys and values go around a ring of the groups.
+    /// With --context: neighbors per group that exchanges positions for heads. Keys and values go around a ring of the groups.
     #[arg(long, value_name = "N", default_value_t = 1)]
     heads: usize,
-    /// Neighbours that hold different experts, for a model with experts.
+    /// Neighbors that hold different experts, for a model with experts.
     #[arg(long, value_name = "N", default_value_t = 1)]
     experts: usize,
     /// With --zero-stage 3: how many blocks ahead of their use parameters are gathered.

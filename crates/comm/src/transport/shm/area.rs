@@ -23,7 +23,7 @@ fn rings_start() -> usize {
     BOARD_BYTES + 2 * STAGE_BYTES
 }
 
-/// The memory that one rank of a group reserves in its arena for the group's synchronisation and transfers.
+/// The memory that one rank of a group reserves in its arena for the group's synchronization and transfers.
 #[derive(Clone)]
 pub(crate) struct Area {
     pub(super) mapping: Arc<Mapping>,

@@ -2,7 +2,7 @@
 //!
 //! Each process has one arena, a sealed memfd that its peers on the host map. The arena holds the buffers of
 //! [`Group::buffer`](crate::Group::buffer) and, for each group, an [`Area`]: the state that the rank publishes to its peers (its [board]),
-//! two staging buffers (stages), and the rings of the group's [links](super::link). The members synchronise at barriers. Operations run in
+//! two staging buffers (stages), and the rings of the group's [links](super::link). The members synchronize at barriers. Operations run in
 //! one of three ways:
 //!
 //! - *Short vectors, control data and barrier operations*: a rank copies the data that its peers need into one of its stages, posts the

@@ -1,4 +1,4 @@
-//! Common parts of the families that descend from llama: rotary positions, RMS normalisation, gated feed-forward layers, and the names and
+//! Common parts of the families that descend from llama: rotary positions, RMS normalization, gated feed-forward layers, and the names and
 //! layouts of their Hugging Face checkpoints.
 
 mod builder;
@@ -15,9 +15,9 @@ use trireme_tensor::Activation;
 /// Differences between families that configs do not express.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Style {
-    /// Whether heads of queries and keys are normalised.
+    /// Whether heads of queries and keys are normalized.
     pub(super) has_qk_norms: bool,
-    /// Whether the outputs of attention and feed-forward are also normalised before they are added to the residual stream.
+    /// Whether the outputs of attention and feed-forward are also normalized before they are added to the residual stream.
     pub(super) has_output_norms: bool,
     /// Constant added to the stored weights of norms. Stored weights start at 1 minus this constant.
     pub(super) norm_weight_offset: f32,

@@ -121,7 +121,7 @@ fn move_pass(passes: &mut [Pass], from: usize, to: usize) {
     }
 }
 
-/// Returns whether a move has an effect of its own. If the neighbouring pass on the way has the same kind and stage, moving that pass gives
+/// Returns whether a move has an effect of its own. If the neighboring pass on the way has the same kind and stage, moving that pass gives
 /// the same schedule.
 fn is_distinct_move(passes: &[Pass], from: usize, to: usize) -> bool {
     from != to && !is_alike(passes[from], passes[step(from, to)])

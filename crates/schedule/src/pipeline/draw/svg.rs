@@ -17,7 +17,7 @@ const AXIS_HEIGHT: f64 = 22.0;
 const AXIS_INTERVALS: usize = 10;
 const DIGIT_WIDTH: f64 = 7.0;
 
-/// Draws a schedule as an SVG document: one row per rank, to scale in time, with idle time hatched. Colours distinguish kinds of passes;
+/// Draws a schedule as an SVG document: one row per rank, to scale in time, with idle time hatched. Colors distinguish kinds of passes;
 /// lightness distinguishes the stages of a rank (the first is darkest). Numbers are microbatches. Tool tips show names and times.
 ///
 /// # Panics
@@ -151,7 +151,7 @@ impl<'a> Painter<'a> {
         LEFT + tick as f64 * self.pixels_per_tick
     }
 
-    /// Returns the colour of a kind, mixed with more white for later stages of the rank.
+    /// Returns the color of a kind, mixed with more white for later stages of the rank.
     fn colour(&self, kind: PassKind, turn: usize) -> String {
         let colour: [u64; 3] = match kind {
             PassKind::Forward => [86, 140, 214],

@@ -32,7 +32,7 @@ pub(super) enum CurveStyle {
 }
 
 pub(super) struct Curve {
-    /// Index of the run, which selects the colour.
+    /// Index of the run, which selects the color.
     pub(super) run: usize,
     pub(super) name: String,
     pub(super) style: CurveStyle,

@@ -1,6 +1,6 @@
 //! Thinning of curves: long runs are drawn with few points.
 
-/// A point of a curve, which represents one step or several neighbouring steps.
+/// A point of a curve, which represents one step or several neighboring steps.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct CurvePoint {
     /// The middle step.
@@ -24,7 +24,7 @@ const POINTS_MAX: usize = 300;
 /// Maximum absolute value that is drawn. A larger value would leave no finite scale; the values of real runs are far below.
 const VALUE_MAX: f64 = 1e100;
 
-/// Combines neighbouring values until there are at most [`POINTS_MAX`] points. Points keep their lowest and highest values, so a spike of
+/// Combines neighboring values until there are at most [`POINTS_MAX`] points. Points keep their lowest and highest values, so a spike of
 /// one step stays visible.
 pub(super) fn downsampled(values: &[(u64, Option<f64>)]) -> DownsampledCurve {
     let steps_per_point = values.len().div_ceil(POINTS_MAX).max(1);
@@ -39,7 +39,7 @@ pub(super) fn downsampled(values: &[(u64, Option<f64>)]) -> DownsampledCurve {
     DownsampledCurve { parts, steps_per_point }
 }
 
-/// Combines the values of neighbouring steps into one point; `None` if no step has a value.
+/// Combines the values of neighboring steps into one point; `None` if no step has a value.
 fn curve_point(neighbours: &[(u64, Option<f64>)]) -> Option<CurvePoint> {
     let (mut low, mut high, mut sum, mut number) = (f64::INFINITY, f64::NEG_INFINITY, 0.0, 0);
     for value in neighbours.iter().filter_map(|(_, value)| *value).filter(|value| value.abs() <= VALUE_MAX) {

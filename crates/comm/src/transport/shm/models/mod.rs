@@ -2,7 +2,7 @@
 //!
 //! Boards and rings are compiled here a second time, against loom's atomics. Loom runs each test with every interleaving of its threads,
 //! and with every value that a load may return. Each plain byte is in a [`Cell`], which fails the test if two threads access it without
-//! synchronisation. Only a wake-up ends a sleep, so a lost one is a deadlock, which loom reports.
+//! synchronization. Only a wake-up ends a sleep, so a lost one is a deadlock, which loom reports.
 //!
 //! Loom treats a `SeqCst` access as `AcqRel`, but supports `SeqCst` fences, so the protocols use fences.
 

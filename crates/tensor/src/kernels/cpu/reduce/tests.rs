@@ -96,7 +96,7 @@ fn non_finite_values_reach_their_column_only() {
     }
 }
 
-/// Returns values of every kind: all 16-bit values, the halfway points between them, and their neighbours.
+/// Returns values of every kind: all 16-bit values, the halfway points between them, and their neighbors.
 fn values_to_round<T: Element>(from_bits: impl Fn(u16) -> T) -> Vec<f32> {
     let step = if cfg!(miri) { 397 } else { 1 };
     let widened =
