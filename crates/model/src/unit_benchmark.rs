@@ -5,6 +5,7 @@ use crate::error::{ModelError, Result};
 use crate::model::Model;
 use crate::profile::{ModelProfile, PassOptions, Profiler, RecordingAxes, TrackedParameters};
 use std::cell::Cell;
+use trireme_base::DType;
 use trireme_tensor::{Category, Device, Fp8State, Parameters, Precision};
 
 /// A unit and its parameters, ready to run on their own.
@@ -40,7 +41,7 @@ impl Model {
         let others =
             parts.iter_mut().enumerate().filter(|(other, _)| *other != unit && Some(*other) != owner);
         others.for_each(|(_, part)| *part = 0..0);
-        let mut parameters = Parameters::zeros_of(table, parts, device, Category::Parameters)?;
+        let mut parameters = Parameters::zeros_of(table, parts, DType::F32, device, Category::Parameters)?;
         parameters.load(|info, held, values| {
             info.initialize(0, held, values);
             Ok::<(), ModelError>(())

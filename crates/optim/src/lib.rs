@@ -24,7 +24,7 @@ pub use groups::ParameterGroup;
 pub use loss_scaler::{LossScaler, LossScalerState, LossScaling};
 pub use lr::{Decay, LrSchedule};
 pub use momentum_exchange::ReducedQuantity;
-pub use optimizer::Optimizer;
+pub use optimizer::{Optimizer, parameter_rounding_seed};
 pub use options::OptimizerOptions;
 pub use rules::OptimizerName;
 pub use settings::{Limits, MuonScale, OptimizerSettings, Setting, SettingValue};

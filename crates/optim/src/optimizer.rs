@@ -326,6 +326,11 @@ impl Optimizer {
     }
 }
 
+/// Returns the seed for stochastic rounding of a unit's parameters in one step. It differs from those of the unit's states.
+pub fn parameter_rounding_seed(unit: usize, step: u64) -> u32 {
+    rounding_seed(unit, step).rotate_left(16) ^ 0x9e37_79b9
+}
+
 /// Returns the random bits for stochastic rounding of a unit's state in one step.
 pub(crate) fn rounding_seed(unit: usize, step: u64) -> u32 {
     (step as u32).wrapping_mul(0x85eb_ca6b) ^ (unit as u32).wrapping_mul(0xc2b2_ae35)

@@ -24,6 +24,9 @@ pub struct ExecutorOptions {
     /// Precision of activations and of the operands of matrix products. Sharded parameters are gathered in this precision, or in f32 if
     /// `fp8` is set.
     pub precision: Precision,
+    /// Whether parameters are stored in bf16: each update is computed in f32 and rounded stochastically. Requires `precision` bf16, and
+    /// neither `fp8` nor quantized weights.
+    pub bf16_parameters: bool,
     /// Recipe for the linear layers of blocks in fp8, or `None`. fp8 is emulated in bf16, so `precision` must be bf16.
     pub fp8: Option<Fp8Recipe>,
     /// Whether ranks of the tensor axis split the rows of a microbatch between tensor-parallel layers (sequence parallelism).
@@ -72,6 +75,7 @@ impl ExecutorOptions {
     /// Everything in f32 and in the canonical order, without rounding, compression, loss scaling or fusion.
     pub const PLAIN: ExecutorOptions = ExecutorOptions {
         precision: Precision::F32,
+        bf16_parameters: false,
         fp8: None,
         shards_rows: false,
         reduce_dtype: Precision::F32,
@@ -90,6 +94,11 @@ impl ExecutorOptions {
     /// Returns the options of the passes of units. `context` is this rank's place on the context axis.
     pub fn pass_options(&self, context: ContextRank) -> PassOptions {
         PassOptions { precision: self.precision, fp8: self.fp8, sequence_parallel: self.shards_rows, context }
+    }
+
+    /// Returns the dtype in which the parameters that a rank updates are stored.
+    pub fn parameter_dtype(&self) -> DType {
+        if self.bf16_parameters { DType::Bf16 } else { DType::F32 }
     }
 
     /// Returns the precision in which parameters are gathered.

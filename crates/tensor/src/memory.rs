@@ -89,7 +89,7 @@ pub struct OverBudget {
 impl OverBudget {
     /// Returns the bytes by which the allocation exceeds the budget.
     pub fn excess(&self) -> usize {
-        (self.in_use.iter().sum::<usize>() + self.requested).saturating_sub(self.budget)
+        self.in_use.iter().sum::<usize>().saturating_add(self.requested).saturating_sub(self.budget)
     }
 }
 

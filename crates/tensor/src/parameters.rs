@@ -23,24 +23,25 @@ pub trait ParameterSource: fmt::Debug {
     }
 }
 
-/// Values of a table's parameters: one flat f32 buffer per unit, or a shard of each.
+/// Values of a table's parameters: one flat buffer per unit, or a shard of each, in f32 or bf16.
 #[derive(Debug)]
 pub struct Parameters {
     table: Arc<ParameterTable>,
     /// The elements of each unit's flat buffer that are stored here.
     parts: Vec<Range<usize>>,
     flats: Vec<Tensor>,
+    dtype: DType,
     device: Device,
     category: Category,
 }
 
 impl Parameters {
-    /// Allocates zeros, counted as `category`.
+    /// Allocates zeros in f32, counted as `category`.
     ///
     /// # Errors
     /// If the device cannot allocate memory.
     pub fn zeros(table: &Arc<ParameterTable>, device: &Device, category: Category) -> Result<Self> {
-        Self::zeros_of(table, table.shards(0, 1), device, category)
+        Self::zeros_of(table, table.shards(0, 1), DType::F32, device, category)
     }
 
     /// Allocates zeros for the elements `parts` of each unit's flat buffer, counted as `category`.
@@ -53,15 +54,16 @@ impl Parameters {
     pub fn zeros_of(
         table: &Arc<ParameterTable>,
         parts: Vec<Range<usize>>,
+        dtype: DType,
         device: &Device,
         category: Category,
     ) -> Result<Self> {
         assert_eq!(parts.len(), table.units().len(), "one part for each unit");
         let num_elements = parts.iter().map(Range::len).fold(0_usize, usize::saturating_add);
-        device.check_room(num_elements.saturating_mul(size_of::<f32>()), category)?;
-        let flat = |part: &Range<usize>| device.zeros([part.len()].into(), DType::F32, category);
+        device.check_room(num_elements.saturating_mul(dtype.size()), category)?;
+        let flat = |part: &Range<usize>| device.zeros([part.len()].into(), dtype, category);
         let flats = parts.iter().map(flat).collect::<Result<_, _>>()?;
-        Ok(Parameters { table: Arc::clone(table), parts, flats, device: device.clone(), category })
+        Ok(Parameters { table: Arc::clone(table), parts, flats, dtype, device: device.clone(), category })
     }
 
     /// Like [`zeros_of`](Parameters::zeros_of), but without memory. The caller allocates and releases one unit's memory at a time through
@@ -75,17 +77,18 @@ impl Parameters {
     pub fn without_memory(
         table: &Arc<ParameterTable>,
         parts: Vec<Range<usize>>,
+        dtype: DType,
         device: &Device,
         category: Category,
     ) -> Result<Self> {
         assert_eq!(parts.len(), table.units().len(), "one part for each unit");
         let flat = |part: &Range<usize>| {
-            let mut flat = device.empty([part.len()].into(), DType::F32, category)?;
+            let mut flat = device.empty([part.len()].into(), dtype, category)?;
             flat.release();
             Ok(flat)
         };
         let flats = parts.iter().map(flat).collect::<Result<_>>()?;
-        Ok(Parameters { table: Arc::clone(table), parts, flats, device: device.clone(), category })
+        Ok(Parameters { table: Arc::clone(table), parts, flats, dtype, device: device.clone(), category })
     }
 
     /// Returns the table that describes the parameters.
@@ -133,7 +136,7 @@ impl Parameters {
     /// If there is no memory for the zeros. The unit's buffer is then released.
     pub fn set_part(&mut self, unit: usize, part: Range<usize>) -> Result<()> {
         self.flats[unit].release();
-        self.flats[unit] = self.device.zeros([part.len()].into(), DType::F32, self.category)?;
+        self.flats[unit] = self.device.zeros([part.len()].into(), self.dtype, self.category)?;
         self.parts[unit] = part;
         Ok(())
     }
@@ -208,7 +211,7 @@ mod tests {
         }
         let table = Arc::new(table);
         let parts = std::iter::once(2..6).collect();
-        let mut part = Parameters::zeros_of(&table, parts, &device, Category::Optimizer).unwrap();
+        let mut part = Parameters::zeros_of(&table, parts, DType::F32, &device, Category::Optimizer).unwrap();
         let mut found = Vec::new();
         part.load(|info, held, values| {
             values.fill(info.offset as f32);

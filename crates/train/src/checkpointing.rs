@@ -345,7 +345,7 @@ impl TensorSource for RunTensors<'_> {
                     let first = info.offset + held.start - range.start;
                     executor
                         .shard_device()
-                        .read::<f32>(executor.shard(info.unit).part(first, [held.len()].into()))
+                        .read_f32s(executor.shard(info.unit).part(first, [held.len()].into()))
                 });
                 write(bytemuck::cast_slice(&self.in_boxes(index, values)?))
             }

@@ -81,6 +81,7 @@ pub fn executor_options(config: &Config) -> ExecutorOptions {
     let training = config.training();
     ExecutorOptions {
         precision: training.dtype,
+        bf16_parameters: config.memory().bf16_parameters,
         fp8: fp8::recipe(training),
         shards_rows: config.parallelism().sequence_parallel,
         reduce_dtype: training.reduce_dtype,

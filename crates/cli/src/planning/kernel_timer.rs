@@ -137,7 +137,8 @@ impl<'a> KernelTimer<'a> {
         only[longest] = parts[longest].clone();
         let options = optimizer_options(job.config, table)?;
         let mut optimizer = Optimizer::new(&options, table, &only, self.device)?;
-        let mut parameters = Parameters::zeros_of(table, only, self.device, Category::Parameters)?;
+        let mut parameters =
+            Parameters::zeros_of(table, only, DType::F32, self.device, Category::Parameters)?;
         let shape = [parts[longest].len()].into();
         let mut grads = self.device.empty(shape, DType::F32, Category::Activations)?;
         self.device.fill(grads.view_mut(), |values| {

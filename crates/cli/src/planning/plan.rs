@@ -176,15 +176,15 @@ impl Plan {
             .zip(&programs)
             .map(entries)
             .collect::<Result<_>>()?;
-        let (rank, ranks_per_pipeline_rank) = (world.rank(), config.workers_per_pipeline_rank());
-        let header = &programs[rank.0 / ranks_per_pipeline_rank].header;
+        let (rank, workers_per_pipeline_rank) = (world.rank(), config.workers_per_pipeline_rank());
+        let header = &programs[rank.0 / workers_per_pipeline_rank].header;
         let mesh = config.degrees().state_mesh(world.world_size());
         let parts = Placements::new(model.table(), header, mesh).parts(model.table(), rank);
         let step =
             MeasuredStep { stages: &stages, model: &model, profile: &profile, parts: &parts, calls: &calls };
         let rates = MeasuredRates::measure(job, step, self.bounds.machine, world)?;
         let Some(rates) = rates else { return Ok(None) };
-        let mut time = step_time(&stages, ranks_per_pipeline_rank, &rates)?;
+        let mut time = step_time(&stages, workers_per_pipeline_rank, &rates)?;
         // A program that does not drain has several steps.
         let num_steps = header.num_steps() as f64;
         time.compute_seconds.iter_mut().chain([&mut time.seconds]).for_each(|seconds| *seconds /= num_steps);

@@ -42,6 +42,7 @@ const OPTIONS: ExecutorOptions = ExecutorOptions {
     fp8: None,
     reduce_dtype: Precision::F32,
     fusion_bytes: 60 << 10,
+    bf16_parameters: false,
     zero_plus_plus: ZeroPlusPlus::NONE,
     compression: Compression::none(),
     seed: 0,

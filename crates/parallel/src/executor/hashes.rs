@@ -91,7 +91,8 @@ impl ParameterHasher<'_> {
             for start in held.clone().step_by(CHUNK_LEN) {
                 let chunk = start..held.end.min(start + CHUNK_LEN);
                 let first = info.offset + chunk.start - part.start;
-                let bits = device.read::<u32>(values.part(first, [chunk.len()].into()));
+                let values = device.read_f32s(values.part(first, [chunk.len()].into()));
+                let bits: &[u32] = bytemuck::cast_slice(&values);
                 for (first, run) in info.runs(chunk.clone()) {
                     let sum = hash_run(first, &bits[run.start - chunk.start..run.end - chunk.start]);
                     hashes[index] = hashes[index].wrapping_add(sum);

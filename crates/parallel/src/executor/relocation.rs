@@ -1,6 +1,6 @@
 //! Moves units between pipeline ranks, with their parameters and optimizer state.
 //!
-//! Between steps, nothing is in flight: the state of a unit consists of its parameters, in f32, and its optimizer state. Each data-parallel
+//! Between steps, nothing is in flight: the state of a unit consists of its parameters and its optimizer state. Each data-parallel
 //! rank sends its own shard, as it is in memory, to the rank with the same place in the target stage. The order of sums does not depend on
 //! the stages, so later steps have the same bits.
 

@@ -11,9 +11,10 @@ use super::{Executor, Optimization};
 use crate::error::{ParallelError, Result};
 use crate::memory::{on_device, update_on_device};
 use crate::step::StepPlan;
+use trireme_base::DType;
 use trireme_codec::CodecName;
-use trireme_optim::{ReducedQuantity, StepSettings};
-use trireme_tensor::{Category, CowTensor};
+use trireme_optim::{ReducedQuantity, StepSettings, parameter_rounding_seed};
+use trireme_tensor::{Category, CowTensor, ViewMut};
 
 impl Executor {
     /// Returns the number of the update of this step, which does not count skipped steps. Bias corrections of moments depend on it.
@@ -86,15 +87,26 @@ impl Executor {
         if let Some(hashes) = &mut hashes {
             hasher.add_unit(&mut hashes.gradients, unit, sum.view(), &parameters.parts()[unit], device);
         }
-        let from = parameters.shard_device().clone();
-        update_on_device(parameters.shard_mut(unit), &from, device, category, |shard| {
+        let (from, start) = (parameters.shard_device().clone(), parameters.parts()[unit].start);
+        let mut update_in_f32 = |values: ViewMut<'_>| {
             if is_momentum {
                 let grad_scale = 1.0 / ranks.data().world_size() as f64;
                 let settings = StepSettings { grad_scale, ..settings };
-                optimizer.step_from_momentum(device, unit, shard, sum.view(), settings);
+                optimizer.step_from_momentum(device, unit, values, sum.view(), settings);
                 return Ok(());
             }
-            optimizer.step_unit(device, unit, shard, sum.view(), settings, exchange)
+            optimizer.step_unit(device, unit, values, sum.view(), settings, exchange)
+        };
+        update_on_device(parameters.shard_mut(unit), &from, device, category, |shard| {
+            if shard.dtype() == DType::F32 {
+                return update_in_f32(shard);
+            }
+            let mut values = device.empty(shard.shape(), DType::F32, category)?;
+            device.convert(shard.as_view(), values.view_mut());
+            update_in_f32(values.view_mut())?;
+            let seed = parameter_rounding_seed(unit, settings.step);
+            device.round_stochastically(values.view(), seed, start, shard);
+            Ok::<_, ParallelError>(())
         })?;
         drop(sum);
         if let Some(hashes) = hashes {

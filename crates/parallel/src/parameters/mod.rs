@@ -15,16 +15,16 @@ use crate::memory::WaitTracker;
 use crate::step::ExecutorOptions;
 use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::DType;
 use trireme_schedule::{ProgramHeader, StateClass};
 use trireme_tensor::{
-    Category, Device, ParameterInfo, ParameterSource, ParameterTable, Parameters, Precision, Shape, Tensor,
-    View, ViewMut,
+    Category, Device, ParameterInfo, ParameterSource, ParameterTable, Parameters, Shape, Tensor, View,
+    ViewMut,
 };
 
 /// The parameters of a rank.
 ///
-/// Operations read full units: at any time, or while they are gathered if parameters are sharded. The rank updates its part, in f32.
+/// Operations read full units: at any time, or while they are gathered if parameters are sharded. The rank updates its part, in f32 or
+/// [bf16](ExecutorOptions::bf16_parameters).
 #[derive(Debug)]
 pub(crate) struct RankParameters {
     table: Arc<ParameterTable>,
@@ -53,34 +53,33 @@ impl RankParameters {
         device: &Device,
         shards_device: &Device,
     ) -> Result<Self> {
-        let (precision, methods) = (options.gather_precision(), options.zero_plus_plus);
+        let (gathered_dtype, dtype) = (options.gather_precision().dtype(), options.parameter_dtype());
         let state = &header.state;
         let is_kept = !state.is_sharded(StateClass::Parameters);
         // With a single shard, the shard is the full unit.
         let updates_full_units = is_kept && ranks.state.dense.update_group(header).world_size() == 1;
-        let gathered = || GatheredUnits::new(table, header, methods, ranks, device, precision.dtype());
+        let gathered =
+            || GatheredUnits::new(table, header, options.zero_plus_plus, ranks, device, gathered_dtype);
         let full_units = (!updates_full_units).then(gathered).transpose()?;
-        let shards = match precision {
+        let shards = if updates_full_units {
             // A rank that does not train takes over existing parameters.
-            _ if updates_full_units && !state.is_trained() => None,
-            _ if updates_full_units => {
-                Some(Parameters::zeros_of(table, parts.clone(), device, Category::Parameters)?)
-            }
-            Precision::F32 if is_kept => None,
-            _ => {
-                // Next to copies in 16 bits, the f32 weights count as optimizer state (master weights), as in the ZeRO paper.
-                let is_master = precision != Precision::F32;
-                let category = if is_master { Category::Optimizer } else { Category::Parameters };
-                let moves = state.is_fetched(state.class_of_weights());
-                let make = if moves { Parameters::without_memory } else { Parameters::zeros_of };
-                Some(make(table, parts.clone(), shards_device, category)?)
-            }
+            let zeros = || Parameters::zeros_of(table, parts.clone(), dtype, device, Category::Parameters);
+            state.is_trained().then(zeros).transpose()?
+        } else if is_kept && gathered_dtype == dtype {
+            None
+        } else {
+            // Next to copies in 16 bits, the f32 weights count as optimizer state (master weights), as in the ZeRO paper.
+            let is_master = gathered_dtype != dtype;
+            let category = if is_master { Category::Optimizer } else { Category::Parameters };
+            let moves = state.is_fetched(state.class_of_weights());
+            let make = if moves { Parameters::without_memory } else { Parameters::zeros_of };
+            Some(make(table, parts.clone(), dtype, shards_device, category)?)
         };
         let is_copied = |(reader, owner): &&(usize, usize)| header.holds(*reader) && !header.holds(*owner);
         let mut copy = None;
         if let Some(&(_, unit)) = header.chain.ties.iter().find(is_copied) {
             let shape = [table.units()[unit].num_elements].into();
-            let dtype = if updates_full_units { DType::F32 } else { precision.dtype() };
+            let dtype = if updates_full_units { dtype } else { gathered_dtype };
             copy = Some((unit, device.empty(shape, dtype, Category::Parameters)?));
         }
         let (table, device) = (Arc::clone(table), device.clone());
@@ -146,7 +145,7 @@ impl RankParameters {
         let device = self.shard_device().clone();
         table.stored(&parts).filter(|(info, ..)| info.unit == unit).try_for_each(|(info, held, within)| {
             let values = self.shard_mut(unit).into_part(within.start, [within.len()].into());
-            device.fill(values, |values| write(info, held, values))
+            device.fill_f32s(values, |values| write(info, held, values))
         })
     }
 

@@ -2,6 +2,7 @@
 
 mod asynchronous;
 mod axes;
+mod bf16_parameters;
 mod common;
 mod compression;
 mod detached;

@@ -8,7 +8,7 @@ use crate::kernels::cpu::arena::Block;
 use crate::view::{View, ViewMut};
 use bytemuck::{Pod, Zeroable};
 use std::sync::Arc;
-use trireme_base::{Category, Cost, DType, HostMemory, Pending};
+use trireme_base::{Bf16, Category, Cost, DType, HostMemory, Pending};
 
 /// Host memory for asynchronous copies, counted in a [host device](Device::host)'s memory.
 #[derive(Debug)]
@@ -120,6 +120,40 @@ impl Device {
         write(&mut values)?;
         self.upload(&values, to);
         Ok(())
+    }
+
+    /// Like [`fill`](Device::fill), with f32s that are rounded to nearest even in the dtype of `to`, which is f32 or bf16.
+    ///
+    /// # Errors
+    /// If `write` fails; nothing is uploaded then.
+    ///
+    /// # Panics
+    /// If `to` has another dtype.
+    pub fn fill_f32s<E>(
+        &self,
+        to: ViewMut<'_>,
+        write: impl FnOnce(&mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if to.dtype() == DType::F32 {
+            return self.fill(to, write);
+        }
+        let mut values = vec![0.0; to.shape().num_elements()];
+        write(&mut values)?;
+        assert_eq!(to.dtype(), DType::Bf16, "parameters are f32 or bf16");
+        self.upload(&values.into_iter().map(Bf16::from_f32).collect::<Vec<_>>(), to);
+        Ok(())
+    }
+
+    /// Copies the elements of `from`, in f32 or bf16, to the host as f32s.
+    ///
+    /// # Panics
+    /// If `from` has another dtype.
+    pub fn read_f32s(&self, from: View<'_>) -> Vec<f32> {
+        if from.dtype() == DType::F32 {
+            return self.read(from);
+        }
+        assert_eq!(from.dtype(), DType::Bf16, "parameters are f32 or bf16");
+        self.read::<Bf16>(from).into_iter().map(Bf16::to_f32).collect()
     }
 
     /// Copies the elements of `from` to the host. Returns zeros on a counting device.

@@ -38,6 +38,42 @@ fn conversions_round_to_nearest_and_copies_are_exact() {
     }
 }
 
+#[test]
+fn stochastic_rounding_is_unbiased_and_depends_on_the_position_alone() {
+    const LEN: usize = 1 << 16;
+    let found = on_all(|device| {
+        let values = [vec![1.0 + 2.0_f32.powi(-9); LEN], random(LEN, "x")].concat();
+        let x = tensor(device, &values);
+        let mut y = empty(device, [2 * LEN], DType::Bf16);
+        device.round_stochastically(x.view(), 7, 5, y.view_mut());
+        // The same elements in another part have the same bits.
+        let mut part = empty(device, [1000], DType::Bf16);
+        device.round_stochastically(x.view().part(3000, [1000].into()), 7, 3005, part.view_mut());
+        assert_eq!(device.read_f32s(part.view()), device.read_f32s(y.view())[3000..4000]);
+        let mut other = empty(device, [2 * LEN], DType::Bf16);
+        device.round_stochastically(x.view(), 8, 5, other.view_mut());
+        assert_ne!(device.read_f32s(other.view()), device.read_f32s(y.view()));
+        device.read_f32s(y.view())
+    });
+    // A quarter of the way from 1 to the next value.
+    let up = found[..LEN].iter().filter(|&&y| y == 1.0 + 2.0_f32.powi(-7)).count();
+    let down = found[..LEN].iter().filter(|&&y| y == 1.0).count();
+    assert_eq!(up + down, LEN);
+    assert!((up as f64 / LEN as f64 - 0.25).abs() < 0.01, "{up} of {LEN}");
+    assert_near(&found[LEN..], random(LEN, "x").into_iter().map(f64::from), 2.0_f64.powi(-7), "element");
+    on_all(|device| {
+        let values =
+            [0.0, -0.0, 1.5, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0x7fff_ffff), -f32::NAN];
+        let mut y = empty(device, [values.len()], DType::Bf16);
+        device.round_stochastically(tensor(device, &values).view(), 3, 0, y.view_mut());
+        let found = device.read_f32s(y.view());
+        assert!(found[5..].iter().all(|y| y.is_nan()));
+        let bits = |values: &[f32]| values[..5].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&found), bits(&values));
+        found[..5].to_vec()
+    });
+}
+
 /// Kernels and copies overtake each other unless they wait.
 #[test]
 fn concurrent_copies_see_kernels_issued_before_them() {

@@ -145,6 +145,25 @@ fn accumulates(training: &Training, data_parallel_degree: usize) -> bool {
     training.global_batch_size > training.local_batch_size * data_parallel_degree
 }
 
+pub(super) fn check_bf16_parameters(checks: &mut Checks<'_>) {
+    const KEY: &str = "memory.bf16_parameters";
+    let Sections { training, memory, parallelism, .. } = &checks.unchecked.sections;
+    let is_on = memory.bf16_parameters;
+    checks.require(!is_on || training.dtype == Precision::Bf16, &[KEY, "training.dtype"], || {
+        "matrix multiplications would read more digits than parameters have; set [training] dtype = \"bf16\", or remove \
+         bf16_parameters"
+            .to_owned()
+    });
+    checks.require(!is_on || training.fp8 == Fp8::Off, &[KEY, "training.fp8"], || {
+        "fp8 is scaled for f32 parameters; remove one of the two keys".to_owned()
+    });
+    checks.require(
+        !is_on || !parallelism.zero_quantized_weights,
+        &[KEY, "parallelism.zero_quantized_weights"],
+        || "weights are gathered as integers of f32 parameters; remove one of the two keys".to_owned(),
+    );
+}
+
 pub(super) fn check_free_gradients(checks: &mut Checks<'_>, data_parallel_degree: usize) {
     const KEY: &str = "memory.free_gradients";
     let Sections { memory, training, parallelism, comm, optimizer, .. } = &checks.unchecked.sections;

@@ -208,7 +208,8 @@ impl Config {
         let multiple =
             if parallelism.is_asynchronous() { parallelism.pipeline_parallel_drain_interval } else { 1 };
         let steps = training.epochs * num_samples as f64 / training.global_batch_size as f64;
-        (training.epochs > 0.0).then(|| (steps.ceil() as u64).next_multiple_of(multiple))
+        let steps = steps.ceil() as u64;
+        (training.epochs > 0.0).then(|| steps.checked_next_multiple_of(multiple).unwrap_or(steps))
     }
 
     /// Returns the keys of `[data]` that are set and have no effect because the tokens in `folder` were prepared earlier. These keys are no

@@ -199,7 +199,8 @@ config_section! {
         seq_len: usize = 256, within 1..=1 << 24;
         /// Number of optimizer steps. 0 trains none: the run only validates and writes a checkpoint.
         steps: u64 = 1000, within 0..;
-        /// Passes over the samples, instead of `steps`; 0 uses `steps`. Setting either on the command line overrides the other.
+        /// Passes over the samples, instead of `steps`; 0 uses `steps`. Setting either on the command line overrides the other. The number
+        /// of steps is rounded up, with an asynchronous pipeline to a multiple of `pipeline_parallel_drain_interval`.
         epochs: f64 = 0.0, within 0.0..=1e6;
         /// Seed of the initial weights and of the data order.
         seed: u64 = 0, within 0..;

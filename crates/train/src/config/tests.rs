@@ -166,6 +166,19 @@ fn checks_shards_and_replicas_against_the_world_size() {
     assert!(mistakes(SMALLEST, &found)[0].contains("so reduce_dtype has no effect"));
     assert!(mistake_of("training.clip_by_previous_norm=true").contains("only applies with"));
     assert!(mistake_of("memory.free_gradients=true").contains("clip_by_previous_norm = true"));
+    assert!(mistake_of("memory.bf16_parameters=true").contains("set [training] dtype = \"bf16\""));
+    let stored = ["launch.workers=4", "training.dtype=bf16", "memory.bf16_parameters=true"];
+    good(SMALLEST, &stored);
+    for (keys, reason) in [
+        (&["training.fp8=hybrid"][..], "fp8 is scaled for f32 parameters"),
+        (
+            &["parallelism.zero_stage=3", "parallelism.zero_quantized_weights=true"],
+            "integers of f32 parameters",
+        ),
+    ] {
+        let found = mistakes(SMALLEST, &[&stored[..], keys].concat());
+        assert!(found[0].contains(reason), "{found:?}");
+    }
     let freed = ["memory.free_gradients=true", "training.max_norm=0", "launch.workers=2"];
     good(SMALLEST, &freed);
     for (key, reason) in [

@@ -6,8 +6,8 @@ use super::compression::check_compression;
 use super::costs::check_costs;
 use super::group_origins::GroupOrigins;
 use super::memory::{
-    check_activation_checkpoint, check_free_gradients, check_huge_pages, check_offload, check_parallelism,
-    degrees, is_on_disk, may_spill,
+    check_activation_checkpoint, check_bf16_parameters, check_free_gradients, check_huge_pages,
+    check_offload, check_parallelism, degrees, is_on_disk, may_spill,
 };
 use super::mistake::{KeyPosition, Mistake};
 use super::optimizer::check_optimizer;
@@ -64,6 +64,7 @@ pub(super) fn validate(
     check_parallelism(&mut checks, data_parallel_degree);
     check_expert_shards(&mut checks, data_parallel_degree);
     check_activation_checkpoint(&mut checks);
+    check_bf16_parameters(&mut checks);
     check_free_gradients(&mut checks, data_parallel_degree);
     check_huge_pages(&mut checks);
     check_offload(&mut checks, data_parallel_degree);

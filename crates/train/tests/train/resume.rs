@@ -111,6 +111,13 @@ fn an_interrupted_run_has_the_same_bits_with_freed_gradients() {
     assert!(clipped != check_interrupted_runs(&[(2, 1)], &[BATCH, "training.max_norm=0.5"]));
 }
 
+#[test]
+fn an_interrupted_run_has_the_same_bits_with_bf16_parameters() {
+    let keys = ["training.dtype=bf16", "memory.bf16_parameters=true"];
+    let found = check_interrupted_runs(&[(1, 2), (2, 1)], &keys);
+    assert!(found != check_interrupted_runs(&[(1, 2)], &keys[..1]));
+}
+
 /// Each seed gives another order of kernels and copies, and another run.
 #[test]
 fn a_run_that_began_on_the_cpu_ends_on_a_detached_device_and_the_other_way_round() {

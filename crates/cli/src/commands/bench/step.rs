@@ -88,6 +88,9 @@ pub(crate) struct StepArgs {
     /// Update each unit as soon as its gradient is reduced, and free the gradient. Requires --zero-stage 0 or 1, and --dtype f32 or bf16.
     #[arg(long)]
     free_gradients: bool,
+    /// Store parameters in bf16 and round their updates stochastically. Requires --dtype bf16.
+    #[arg(long, conflicts_with = "fp8")]
+    bf16_parameters: bool,
     /// Where a class of state is kept between its uses, as CLASS=TIER: optimizer, parameters, gradients or
     /// activations; device, host or disk. May be repeated.
     #[arg(long, value_name = "CLASS=TIER", value_parser = parse_offload)]
@@ -340,6 +343,9 @@ pub(super) fn build(
     if args.free_gradients && (args.zero_stage > 1 || args.dtype == Precision::F16) {
         bail!("--free-gradients requires --zero-stage 0 or 1, and --dtype f32 or bf16");
     }
+    if args.bf16_parameters && args.dtype != Precision::Bf16 {
+        bail!("--bf16-parameters requires --dtype bf16");
+    }
     if !state.is_possible(program.header.num_microbatches) {
         bail!(
             "--offload: only what --zero-stage {} shards, and activations, can leave the device",
@@ -349,6 +355,7 @@ pub(super) fn build(
     let program = apply_layout(program, state);
     let options = ExecutorOptions {
         precision: passes.precision,
+        bf16_parameters: args.bf16_parameters,
         fp8: passes.fp8,
         shards_rows: passes.sequence_parallel,
         reduce_dtype: args.reduce_dtype,

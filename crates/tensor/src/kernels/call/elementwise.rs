@@ -18,6 +18,15 @@ kernel_calls! {
         /// If the shapes differ.
         pub fn convert => Convert { x: View, y: ViewMut; assert_eq!(x.shape(), y.shape()); }
 
+        /// Rounds `x`, f32, to `y`, bf16, up or down at random with an expected error of 0. The random bits of element `i` are a function of
+        /// `seed` and `position + i`. Values that bf16 represents, infinities and NaN stay what they are.
+        ///
+        /// # Panics
+        /// If the shapes differ.
+        pub fn round_stochastically => RoundStochastically {
+            x: View, seed: u32, position: usize, y: ViewMut; assert_eq!(x.shape(), y.shape());
+        }
+
         /// Computes `y = activation(x)` elementwise.
         pub(crate) fn activate => Activate { activation: Activation, x: View, y: ViewMut }
 
@@ -57,12 +66,18 @@ plain_arguments! { Activation, RandomKey, RandomWordRows }
 /// Operations of the derivative of an activation and its products, in addition to the operations of the activation.
 const DERIVATIVE_OPERATIONS: usize = 8;
 
+/// Operations of stochastic rounding per element.
+const ROUNDING_OPERATIONS: usize = 10;
+
 impl ElementwiseCall {
     pub(crate) fn cost(&self) -> Cost {
         match self {
             Self::Zero { x } => Cost::ZERO.writes(x.num_bytes()),
             Self::Convert { x, y } | Self::Copy { x, y } => {
                 Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes())
+            }
+            Self::RoundStochastically { x, y, .. } => {
+                per_element_cost(x.shape(), ROUNDING_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes())
             }
             Self::Activate { x, y, activation } => per_element_cost(x.shape(), activation.num_operations())
                 .reads(x.num_bytes())

@@ -92,26 +92,26 @@ impl Cpu {
         seq_len: usize,
         qkv: &mut [T],
     ) {
-        let LatentHeadShape { num_heads, nope_dim: plain, rotary_dim, value_dim, .. } = shape;
+        let LatentHeadShape { num_heads, nope_dim, rotary_dim, value_dim, .. } = shape;
         let (cols, dim, half) = (shape.qkv_cols(), shape.head_dim(), rotary_dim / 2);
         self.for_each_row(qkv, cols, |row, out| {
             let angles = rotary.angles(row, seq_len, half);
             let (out_queries, out) = out.split_at_mut(num_heads * dim);
             let (out_keys, out_values) = out.split_at_mut(num_heads * dim);
             let queries = queries[row * num_heads * dim..].chunks_exact(dim);
-            let keys_values = keys_values[row * shape.kv_cols()..].chunks_exact(plain + value_dim);
+            let keys_values = keys_values[row * shape.kv_cols()..].chunks_exact(nope_dim + value_dim);
             let shared = &shared_key[row * rotary_dim..][..rotary_dim];
-            let (rotated, others) = out_keys[plain..].split_at_mut(rotary_dim);
+            let (rotated, others) = out_keys[nope_dim..].split_at_mut(rotary_dim);
             shape.rotate(shared, angles, rotated);
-            others.chunks_exact_mut(dim).for_each(|rest| rest[plain..].copy_from_slice(rotated));
+            others.chunks_exact_mut(dim).for_each(|rest| rest[nope_dim..].copy_from_slice(rotated));
             for (query, out) in queries.zip(out_queries.chunks_exact_mut(dim)) {
-                out[..plain].copy_from_slice(&query[..plain]);
-                shape.rotate(&query[plain..], angles, &mut out[plain..]);
+                out[..nope_dim].copy_from_slice(&query[..nope_dim]);
+                shape.rotate(&query[nope_dim..], angles, &mut out[nope_dim..]);
             }
             let heads = out_keys.chunks_exact_mut(dim).zip(out_values.chunks_exact_mut(value_dim));
             for (key_value, (key, value)) in keys_values.zip(heads) {
-                key[..plain].copy_from_slice(&key_value[..plain]);
-                value.copy_from_slice(&key_value[plain..]);
+                key[..nope_dim].copy_from_slice(&key_value[..nope_dim]);
+                value.copy_from_slice(&key_value[nope_dim..]);
             }
         });
     }
@@ -125,7 +125,7 @@ impl Cpu {
         seq_len: usize,
         [d_queries, d_keys_values, d_shared_key]: [&mut [T]; 3],
     ) {
-        let LatentHeadShape { num_heads, nope_dim: plain, rotary_dim, value_dim, .. } = shape;
+        let LatentHeadShape { num_heads, nope_dim, rotary_dim, value_dim, .. } = shape;
         let (cols, dim, half, kv_cols) =
             (shape.qkv_cols(), shape.head_dim(), rotary_dim / 2, shape.kv_cols());
         let [d_queries, d_keys_values, d_shared_key] =
@@ -145,16 +145,16 @@ impl Cpu {
                     )
                 };
                 for (query, out) in of_queries.chunks_exact(dim).zip(d_queries.chunks_exact_mut(dim)) {
-                    out[..plain].copy_from_slice(&query[..plain]);
-                    shape.rotate_back(|place| query[plain + place].to_f32(), angles, &mut out[plain..]);
+                    out[..nope_dim].copy_from_slice(&query[..nope_dim]);
+                    shape.rotate_back(|place| query[nope_dim + place].to_f32(), angles, &mut out[nope_dim..]);
                 }
                 let heads = of_keys.chunks_exact(dim).zip(of_values.chunks_exact(value_dim));
-                for ((key, value), out) in heads.zip(d_keys_values.chunks_exact_mut(plain + value_dim)) {
-                    out[..plain].copy_from_slice(&key[..plain]);
-                    out[plain..].copy_from_slice(value);
+                for ((key, value), out) in heads.zip(d_keys_values.chunks_exact_mut(nope_dim + value_dim)) {
+                    out[..nope_dim].copy_from_slice(&key[..nope_dim]);
+                    out[nope_dim..].copy_from_slice(value);
                 }
                 let sum =
-                    |place: usize| of_keys.chunks_exact(dim).map(|key| key[plain + place].to_f32()).sum();
+                    |place: usize| of_keys.chunks_exact(dim).map(|key| key[nope_dim + place].to_f32()).sum();
                 shape.rotate_back(sum, angles, d_shared);
             }
         });

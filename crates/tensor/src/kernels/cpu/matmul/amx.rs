@@ -44,8 +44,8 @@ pub(crate) fn machine_has_tiles() -> bool {
     const AMX_TILE_AND_BF16: u32 = 1 << 24 | 1 << 22;
     const TILE_CONFIG_AND_DATA: u64 = 1 << 17 | 1 << 18;
     // SAFETY: every x86-64 machine has CPUID.
-    let (leaf_max, simd_level) = unsafe { (__cpuid(0).eax, __cpuid(1).ecx) };
-    if leaf_max < 7 || simd_level & OSXSAVE == 0 {
+    let (leaf_max, feature_bits) = unsafe { (__cpuid(0).eax, __cpuid(1).ecx) };
+    if leaf_max < 7 || feature_bits & OSXSAVE == 0 {
         return false;
     }
     // SAFETY: as above; the system has enabled XGETBV.

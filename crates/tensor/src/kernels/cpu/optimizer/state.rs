@@ -4,8 +4,8 @@
 //! change (see docs/optimizers.md for figures). A value that the format represents is unchanged, so that a state can be converted to f32
 //! and back without loss.
 
-use crate::kernels::cpu::SharedSlice;
 use crate::kernels::cpu::simd::{SimdLevel, for_each_simd_level};
+use crate::kernels::cpu::{Cpu, SharedSlice};
 use std::ops::Range;
 use trireme_base::Bf16;
 
@@ -123,9 +123,7 @@ impl PieceState<'_> {
         position: usize,
     ) {
         let range = block * BLOCK_LEN..block * BLOCK_LEN + values.len();
-        // Uses all bits of the position: the high ones, which are mostly 0, change the seed.
-        let noise = rounding_seed ^ ((position as u64 >> 32) as u32).wrapping_mul(0x85eb_ca6b);
-        let position = position as u32;
+        let (noise, position) = noise_at(rounding_seed, position);
         match self {
             PieceState::Absent => {}
             PieceState::F32(kept) => kept[range].copy_from_slice(values),
@@ -138,6 +136,22 @@ impl PieceState<'_> {
             }
         }
     }
+}
+
+impl Cpu {
+    pub(crate) fn round_stochastically(&self, x: &[f32], seed: u32, position: usize, y: &mut [Bf16]) {
+        assert_eq!(x.len(), y.len());
+        self.for_each_block(y, |first, y| {
+            let (noise, position) = noise_at(seed, position + first);
+            store_bf16(self.simd_level, &x[first..first + y.len()], y, noise, position);
+        });
+    }
+}
+
+/// Returns the seed and the position for [`random_bits`] from an element at `position` on. All bits of the position count: the high ones,
+/// which are mostly 0, change the seed.
+fn noise_at(seed: u32, position: usize) -> (u32, u32) {
+    (seed ^ ((position as u64 >> 32) as u32).wrapping_mul(0x85eb_ca6b), position as u32)
 }
 
 /// Returns 32 random bits, a function of seed and position (constants: Wellons, "Prospecting for hash functions", 2018).
@@ -182,7 +196,10 @@ for_each_simd_level! {
     fn store_bf16(values: &[f32], kept: &mut [Bf16], noise: u32, position: u32) {
         for (index, (kept, value)) in kept.iter_mut().zip(values).enumerate() {
             let bits = random_bits(noise, position.wrapping_add(index as u32)) & 0xffff;
-            *kept = Bf16::from_bits((value.to_bits().wrapping_add(bits) >> 16) as u16);
+            let rounded = value.to_bits().wrapping_add(bits);
+            // The addition could turn a NaN into another value.
+            let rounded = if value.is_nan() { value.to_bits() | 0x0040_0000 } else { rounded };
+            *kept = Bf16::from_bits((rounded >> 16) as u16);
         }
     }
 

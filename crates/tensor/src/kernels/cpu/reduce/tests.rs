@@ -140,7 +140,7 @@ fn conversions_round_each_element_to_nearest_even_at_every_level() {
 }
 
 #[test]
-fn halfway_values_go_to_the_even_neighbour() {
+fn halfway_values_go_to_the_even_neighbor() {
     let unit = 2.0_f32.powi(-8);
     let f16_unit = 2.0_f32.powi(-11);
     let smallest = F16::from_bits(1).to_f32();

@@ -11,6 +11,9 @@ impl Cpu {
                     self.convert::<X, Y>(x.elements(self), y.elements(self));
                 }));
             }
+            ElementwiseCall::RoundStochastically { x, seed, position, mut y } => {
+                self.round_stochastically(x.f32s(self), seed, position, y.elements(self));
+            }
             ElementwiseCall::Copy { x, mut y } => y.bytes(self).copy_from_slice(x.bytes(self)),
             ElementwiseCall::Activate { x, mut y, activation } => with_element!(x.dtype() => |T| {
                 self.activate::<T>(activation, x.elements(self), y.elements(self));
