@@ -14,7 +14,7 @@ const DEFAULT_ORGANISATIONS: [&str; 3] = ["openai-community", "EleutherAI", "Hug
 
 /// Returns `path` if it exists. Otherwise, returns the snapshot of the model of that name (`gpt2`, `Qwen/Qwen3-0.6B`) in the Hugging Face
 /// cache, or `path` if there is no such model. Builds with the feature `hub` download missing models from the hub and complete interrupted
-/// downloads, unless `HF_HUB_OFFLINE` is 1.
+/// downloads, unless `HF_HUB_OFFLINE` is set to 1, on, yes or true.
 ///
 /// The folder of the cache is the one that huggingface_hub uses: `HF_HUB_CACHE`, `HF_HOME/hub`, `XDG_CACHE_HOME/huggingface/hub`, or
 /// `~/.cache/huggingface/hub`.

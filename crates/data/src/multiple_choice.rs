@@ -5,12 +5,15 @@ use crate::{ChatTemplate, DataError, Prompt, Tokenizer, with_text_contents};
 use serde::Deserialize;
 use serde_json::Value;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 use trireme_base::without_byte_order_mark;
 
-/// Maximum length of a line in bytes.
-const LINE_BYTES_MAX: u64 = 1 << 20;
+/// Maximum length of a line in bytes, without its end.
+const LINE_BYTES_MAX: usize = 1 << 20;
+
+/// The reason to refuse a longer line.
+const TOO_LONG: &str = "it is longer than 1 MiB";
 
 /// The default text between context and choice, as in most tasks of lm-evaluation-harness.
 const DELIMITER: &str = " ";
@@ -67,6 +70,20 @@ impl QuestionLine {
     }
 }
 
+/// Appends a line with its end to `line`, or the beginning of a line that is too long. Returns the number of bytes; 0 at the end of the file.
+fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<usize> {
+    reader.take(LINE_BYTES_MAX as u64 + 1).read_until(b'\n', line)
+}
+
+fn is_too_long(line: &[u8]) -> bool {
+    line.strip_suffix(b"\n").unwrap_or(line).len() > LINE_BYTES_MAX
+}
+
+/// Whether the beginning of a record names `choices`.
+fn contains_choices(line: &[u8]) -> bool {
+    line.windows(9).any(|bytes| bytes == b"\"choices\"")
+}
+
 /// Whether a record has `choices`, and therefore is meant as a question, even if it is malformed.
 fn has_choices(record: &Value) -> bool {
     record.get("choices").is_some()
@@ -86,12 +103,15 @@ impl Question {
     /// even if it is malformed.
     ///
     /// # Errors
-    /// If the file cannot be read.
+    /// If the file cannot be read, or its first line contains `"choices"` and is longer than 1 MiB.
     pub fn is_question_file(path: &Path) -> Result<bool, DataError> {
         let read = |source| DataError::Read { path: path.to_owned(), source };
         let mut line = Vec::new();
-        let file = BufReader::new(File::open(path).map_err(read)?);
-        file.take(LINE_BYTES_MAX).read_until(b'\n', &mut line).map_err(read)?;
+        read_line(&mut BufReader::new(File::open(path).map_err(read)?), &mut line).map_err(read)?;
+        if is_too_long(&line) && contains_choices(&line) {
+            let reason = TOO_LONG.to_owned();
+            return Err(DataError::Question { path: path.to_owned(), line: 1, reason });
+        }
         Ok(serde_json::from_slice(without_byte_order_mark(&line)).is_ok_and(|line| has_choices(&line)))
     }
 
@@ -108,18 +128,17 @@ impl Question {
         let (mut questions, mut text) = (Vec::new(), Vec::new());
         for line in 1.. {
             text.clear();
-            let length = (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut text).map_err(read)?;
-            if length == 0 {
+            if read_line(&mut reader, &mut text).map_err(read)? == 0 {
                 break;
+            }
+            let refuse = |reason: String| DataError::Question { path: path.to_owned(), line, reason };
+            if is_too_long(&text) {
+                return Err(refuse(TOO_LONG.to_owned()));
             }
             if text.trim_ascii().is_empty() {
                 continue;
             }
-            let refuse = |reason: String| DataError::Question { path: path.to_owned(), line, reason };
             let malformed = |error: serde_json::Error| refuse(message_without_position(&error));
-            if length as u64 == LINE_BYTES_MAX && text.last() != Some(&b'\n') {
-                return Err(refuse(format!("it is longer than {LINE_BYTES_MAX} bytes")));
-            }
             let record: Value = serde_json::from_slice(without_byte_order_mark(&text)).map_err(malformed)?;
             if !has_choices(&record) {
                 let reason =
@@ -229,6 +248,17 @@ mod tests {
             let error = Question::read_all(&path, None).unwrap_err().to_string();
             assert!(error.contains(fact), "{error}");
         }
+        let padded = |len: usize| good.replace("\"a\"", &format!("\"{}\"", "a".repeat(len - good.len() + 1)));
+        for end in ["", "\n"] {
+            std::fs::write(&path, padded(LINE_BYTES_MAX) + end).unwrap();
+            assert!(Question::is_question_file(&path).unwrap());
+            assert_eq!(Question::read_all(&path, None).unwrap().len(), 1);
+        }
+        std::fs::write(&path, padded(LINE_BYTES_MAX + 1)).unwrap();
+        assert!(Question::is_question_file(&path).unwrap_err().to_string().contains(TOO_LONG));
+        std::fs::write(&path, format!("{good}\n{}\n{good}\n", " ".repeat(LINE_BYTES_MAX + 1))).unwrap();
+        let error = Question::read_all(&path, None).unwrap_err().to_string();
+        assert!(error.contains(&format!("line 2: {TOO_LONG}")), "{error}");
         std::fs::write(&path, "{\"text\": \"a\"}\n").unwrap();
         assert!(!Question::is_question_file(&path).unwrap() && Question::read_all(&path, None).is_err());
         std::fs::write(&path, good.replace("1,", "\"c\",")).unwrap();

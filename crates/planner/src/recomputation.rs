@@ -49,29 +49,32 @@ pub(crate) fn fit_keeps<E>(
     let (others, prediction) = (peaks_without_activations(passes.len(), batch, &found), found.memory);
     let mut room_total = bounds.device_budget(&prediction);
     let mut smallest = (least, prediction);
-    let mut last: Option<(Vec<Keep>, usize)> = None;
-    let mut num_runs = 0;
-    while num_runs < ATTEMPTS_MAX && room_total > 0 {
+    let choose = |room_total: usize| {
         let room = |others: &PassBytes| PassBytes {
             forward: room_total.saturating_sub(others.forward),
             backward: room_total.saturating_sub(others.backward),
         };
-        let room: Vec<PassBytes> = others.iter().map(room).collect();
-        let Some(choice) = cheapest_keeps(passes, &room) else { break };
-        if let Some((_, excess)) = last.as_mut().filter(|(keeps, _)| *keeps == choice.keeps) {
-            // The reduced room leads to the same choice, which is known not to fit. Reduce the room further, each time by twice as much:
-            // the excess may be tiny, or memory that recomputation does not reduce.
-            room_total = room_total.saturating_sub(*excess);
-            *excess = excess.saturating_mul(2);
-            continue;
+        cheapest_keeps(passes, &others.iter().map(room).collect::<Vec<_>>())
+    };
+    let mut last: Option<RecomputationChoice> = None;
+    for _ in 0..ATTEMPTS_MAX {
+        let mut choice = choose(room_total);
+        if last.is_some() && choice == last {
+            // The reduced room still leads to the choice that does not fit. Continues with the largest room that leads to another one.
+            let (mut other, mut same) = (0, room_total);
+            while same - other > 1 {
+                let middle = other + (same - other) / 2;
+                if choose(middle) == last { same = middle } else { other = middle }
+            }
+            (room_total, choice) = (other, choose(other));
         }
+        let Some(choice) = choice.filter(|choice| Some(choice) != last.as_ref()) else { break };
         let found = run(&choice.keeps)?.memory;
-        num_runs += 1;
         let excess = bounds.excess(&found);
         if excess == 0 {
             return Ok((choice, found));
         }
-        last = Some((choice.keeps.clone(), excess));
+        last = Some(choice.clone());
         room_total = room_total.saturating_sub(excess);
         smallest = if found.total() < smallest.1.total() { (choice, found) } else { smallest };
     }

@@ -77,6 +77,8 @@ pub(super) struct Bound {
     /// Name of the processor's unit that multiplies matrices.
     unit: String,
     peak_gflops: f64,
+    /// The smallest and the largest fraction of the peak that a product of the step reaches alone; `None` without products.
+    products: Option<[f64; 2]>,
     tokens_per_second: f64,
     copy_gb_per_second: f64,
 }
@@ -90,10 +92,22 @@ impl Bound {
     fn read(step: Step, report: &Value) -> Result<Self> {
         let number = |value: &Value| value.as_f64().context("trireme bench kernels printed no bound");
         let kernels = &report["steps"][0];
+        let peak_gflops = number(&kernels["product_peak_gflops"])?;
+        let is_product = |kernel: &&Value| kernel["name"] == "matmul";
+        let mut products = Vec::new();
+        for kernel in kernels["kernels"].as_array().into_iter().flatten().filter(is_product) {
+            products.push(number(&kernel["operations"])? / number(&kernel["median_us"])? / 1e3 / peak_gflops);
+        }
         Ok(Bound {
             step,
             unit: text(&kernels["product_unit"]).to_owned(),
-            peak_gflops: number(&kernels["product_peak_gflops"])?,
+            peak_gflops,
+            products: products
+                .iter()
+                .copied()
+                .reduce(f64::min)
+                .zip(products.iter().copied().reduce(f64::max))
+                .map(<[f64; 2]>::from),
             tokens_per_second: step.num_tokens() as f64 * 1e3 / number(&kernels["bound_ms"])?,
             copy_gb_per_second: number(&report["copy_bytes_per_second"])? / 1e9,
         })
@@ -107,15 +121,18 @@ pub(super) fn show_bounds(bounds: &[Bound], rows: &[Row], rounds: &[Round]) -> S
     };
     let mut shown = format!(
         "- Measured bounds: a copy that no cache holds moves {fastest:.1} GB/s. The kernels of a step cannot be faster than:\n\n\
-         | step | peak of products | bound, tokens/s | Trireme, of the bound |\n|---|---|---|---|\n"
+         | step | peak of products | products alone, of the peak | bound, tokens/s | Trireme, of the bound |\n|---|---|---|---|---|\n"
     );
     for bound in bounds {
-        let Bound { step, unit, peak_gflops, tokens_per_second, .. } = bound;
+        let Bound { step, unit, peak_gflops, products, tokens_per_second, .. } = bound;
         let row = rows.iter().find(|row| row.bound == Some(*step));
         let reached = row.and_then(|row| ours(rounds, row));
         let reached = reached.map_or("failed".to_owned(), |ours| format!("{:.2}", ours / tokens_per_second));
         let (Step { model, dtype, .. }, bound) = (step, with_separators(*tokens_per_second, 0));
-        shown += &format!("| {model}, {dtype} | {unit} {peak_gflops:.0} GFLOP/s | {bound} | {reached} |\n");
+        let products = products.map_or(String::new(), |[least, most]| format!("{least:.2}–{most:.2}"));
+        shown += &format!(
+            "| {model}, {dtype} | {unit} {peak_gflops:.0} GFLOP/s | {products} | {bound} | {reached} |\n"
+        );
     }
     shown
 }
@@ -135,13 +152,19 @@ mod tests {
     fn a_bound_stands_beside_what_was_reached() {
         let report = json!({
             "copy_bytes_per_second": 57.84e9,
-            "steps": [{"product_unit": "fma 512", "product_peak_gflops": 512.7, "bound_ms": 200.0}]
+            "steps": [{"product_unit": "fma 512", "product_peak_gflops": 512.7, "bound_ms": 200.0, "kernels": [
+                {"name": "matmul", "operations": 2e9, "median_us": 5e3}, {"name": "norm", "operations": 9e9, "median_us": 1.0},
+                {"name": "matmul", "operations": 1e9, "median_us": 4e3}
+            ]}]
         });
         let bound = Bound::read(step(), &report).unwrap();
         let row = Row { bound: Some(step()), ..row(SPEED) };
         let shown = show_bounds(&[bound], &[row], &rounds(&[&[("ours", 5120.0)]]));
         assert!(shown.contains(" 57.8 GB/s"), "{shown}");
-        assert!(shown.ends_with("| gpt2-11m, bf16 | fma 512 513 GFLOP/s | 10,240 | 0.50 |\n"), "{shown}");
+        assert!(
+            shown.ends_with("| gpt2-11m, bf16 | fma 512 513 GFLOP/s | 0.49–0.78 | 10,240 | 0.50 |\n"),
+            "{shown}"
+        );
         assert_eq!(show_bounds(&[], &[], &[]), "");
         assert!(Bound::read(step(), &json!({"steps": []})).is_err());
     }

@@ -150,10 +150,10 @@ impl Step {
         BenchCommand { program: Program::Trireme, arguments }
     }
 
-    /// Returns Trireme's command with workers that do not communicate.
-    fn independent(self) -> BenchCommand {
+    /// Returns Trireme's command with another option.
+    fn trireme_with(self, option: &str) -> BenchCommand {
         let BenchCommand { program, arguments } = self.trireme();
-        BenchCommand { program, arguments: arguments + " --independent" }
+        BenchCommand { program, arguments: format!("{arguments} {option}") }
     }
 
     /// Returns PyTorch's commands, eager and compiled.
@@ -228,7 +228,7 @@ pub(super) fn rows(settings: BenchSettings) -> Vec<Row> {
             "gpt2-11m, bf16, 2 workers, tokens/s",
             TOKENS_PER_SECOND,
             gpt2_by_two.trireme(),
-            [Peer::new("Trireme, two independent workers", gpt2_by_two.independent())],
+            [Peer::new("Trireme, two independent workers", gpt2_by_two.trireme_with("--independent"))],
         ),
         Row::new(
             "all_reduce of 64 MiB, 2 workers, shared memory, ms",
@@ -250,6 +250,12 @@ pub(super) fn rows(settings: BenchSettings) -> Vec<Row> {
         ),
         gpt2_by_two.row("from the command to the end of the first step, 2 workers, seconds", FIRST_STEP),
         gpt2.row("peak memory of 1 process × 2 threads, bf16, MiB", PEAK_MEMORY),
+        Row::new(
+            "peak memory of gpt2-124m, bf16, with gradients freed early, MiB",
+            PEAK_MEMORY,
+            gpt2_124m.trireme_with("--free-gradients"),
+            gpt2_124m.pytorch(),
+        ),
         Row::new(
             "size of the installation, MiB",
             INSTALLATION,

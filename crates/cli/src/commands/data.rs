@@ -33,7 +33,7 @@ Examples:
       The first sample of what a prepared corpus holds out, one token per line.
 
 The model reads all tokens, and learns to predict those that are marked. On a terminal they are
-green and the others grey, in two shades that tell tokens apart. Elsewhere, or with NO_COLOR set,
+green and the others gray, in two shades that tell tokens apart. Elsewhere, or with NO_COLOR set,
 they stand in \u{27e6}brackets\u{27e7}. Special tokens are shown by name, and ends of lines as \u{21b5}.";
 
 #[derive(Debug, Subcommand)]

@@ -119,22 +119,22 @@ impl HostShare {
 
     fn from_resources(resources: &[WorkerResources], rank: usize, num_workers: usize, bind: Bind) -> Self {
         let own = &resources[rank];
-        let neighbours: Vec<(usize, &WorkerResources)> =
+        let neighbors: Vec<(usize, &WorkerResources)> =
             resources.iter().enumerate().filter(|(_, resources)| resources.machine == own.machine).collect();
         let limits = own.memory_limits.iter().map(|bound| SharedLimit {
             limit: bound.limit.clone(),
-            num_sharing: Some(bound.num_limited(&neighbours, |resources| &resources.memory_limits)),
+            num_sharing: Some(bound.num_limited(&neighbors, |resources| &resources.memory_limits)),
         });
         // A CPU that several workers may use counts in equal parts.
-        let users = |cpu| neighbours.iter().filter(|(_, resources)| resources.cpus.contains(&cpu)).count();
+        let users = |cpu| neighbors.iter().filter(|(_, resources)| resources.cpus.contains(&cpu)).count();
         let num_cpus: f64 = own.cpus.iter().map(|&cpu| 1.0 / users(cpu) as f64).sum();
         let quotas = own.cpu_limits.iter().map(|bound| {
-            bound.limit / bound.num_limited(&neighbours, |resources| &resources.cpu_limits) as f64
+            bound.limit / bound.num_limited(&neighbors, |resources| &resources.cpu_limits) as f64
         });
         let num_cpus = quotas.fold(num_cpus, f64::min);
         // The addend of 1e-9 accounts for rounding: three thirds may sum to just below 1.
         let num_threads = ((num_cpus + 1e-9) as usize).max(1);
-        let binding = binding(own, rank, &neighbours, bind);
+        let binding = binding(own, rank, &neighbors, bind);
         let (binding, why_unbound) = match binding {
             Ok(binding) => (binding, None),
             Err(why) => (None, Some(why)),
@@ -176,21 +176,21 @@ impl HostShare {
 fn binding(
     own: &WorkerResources,
     rank: usize,
-    neighbours: &[(usize, &WorkerResources)],
+    neighbors: &[(usize, &WorkerResources)],
     bind: Bind,
 ) -> Result<Option<Vec<usize>>, String> {
-    let are_chosen = neighbours.iter().any(|(_, resources)| resources.cpus != own.cpus);
-    if bind == Bind::None || are_chosen || neighbours.len() == 1 {
+    let are_chosen = neighbors.iter().any(|(_, resources)| resources.cpus != own.cpus);
+    if bind == Bind::None || are_chosen || neighbors.len() == 1 {
         return Ok(None);
     }
-    let num_workers = neighbours.len();
+    let num_workers = neighbors.len();
     if own.cpus.iter().any(|&cpu| cpu >= CpuSet::MAX_CPU) || sched_getaffinity(None).is_err() {
         return Err("the system has more CPUs than can be chosen from".to_owned());
     }
     if num_workers > own.cpus.len() {
         return Err(format!("{num_workers} workers share {} CPUs", own.cpus.len()));
     }
-    let load = neighbours.iter().map(|(_, resources)| resources.load).fold(0.0, f64::max);
+    let load = neighbors.iter().map(|(_, resources)| resources.load).fold(0.0, f64::max);
     if bind == Bind::Auto && !own.cpu_limits.is_empty() {
         return Err("a control group limits the time of all together".to_owned());
     }
@@ -198,7 +198,7 @@ fn binding(
     if bind == Bind::Auto && load > own.cpus.len() as f64 / 2.0 {
         return Err(format!("other programs use this host (load {load:.1})"));
     }
-    let place = neighbours.iter().position(|&(other, _)| other == rank).expect("a rank is its own neighbour");
+    let place = neighbors.iter().position(|&(other, _)| other == rank).expect("a rank is its own neighbor");
     let border = |place: usize| place * own.cpus.len() / num_workers;
     Ok(Some(own.cpus[border(place)..border(place + 1)].to_vec()))
 }
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_share_caches_and_memory() {
+    fn neighbors_share_caches_and_memory() {
         let folder = tempfile::tempdir().unwrap();
         for (cpu, node, core) in [(0, 0, 0), (1, 1, 0), (2, 0, 0), (3, 1, 0), (4, 0, 1)] {
             let path = folder.path().join(format!("sys/devices/system/cpu/cpu{cpu}"));

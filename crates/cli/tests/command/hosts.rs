@@ -231,7 +231,7 @@ fn ranks_placed_round_robin_send_no_more() {
     assert_contains(
         &told,
         &[
-            "note: the launcher placed neighbouring ranks on different hosts",
+            "note: the launcher placed neighboring ranks on different hosts",
             "rank 2 is now rank 1, 1 is now rank 2",
         ],
     );

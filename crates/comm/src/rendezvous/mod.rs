@@ -364,7 +364,7 @@ fn order_note(order: &[usize]) -> String {
         renamed.clone().take(4).map(|(rank, old_rank)| format!("{old_rank} is now rank {rank}")).collect();
     let more = if renamed.count() > texts.len() { ", and so on" } else { "" };
     format!(
-        "the launcher placed neighbouring ranks on different hosts, so ranks are renumbered by host: rank {}{more}",
+        "the launcher placed neighboring ranks on different hosts, so ranks are renumbered by host: rank {}{more}",
         texts.join(", ")
     )
 }

@@ -298,7 +298,7 @@ pub fn check_inputs(options: &PrepareOptions, bytes_max: u64) -> Result<(), Data
             }
         }
         if !has_text {
-            return Err(DataError::EmptyCorpus { skipped: inputs.skipped.to_string() });
+            return Err(DataError::EmptyCorpus { skipped: skipped(inputs, &reader.counts).to_string() });
         }
     }
     Ok(())

@@ -65,7 +65,7 @@ impl ShardSum {
         self.sum.push(term, |left, right| add(device, len, left, right));
         if self.determinism == Determinism::Run {
             let sum = self.sum.finish(|left, right| add(device, len, left, right));
-            self.sum.push(sum.expect("a term was added"), |_, _| unreachable!("one term has no neighbour"));
+            self.sum.push(sum.expect("a term was added"), |_, _| unreachable!("one term has no neighbor"));
         }
         Ok(())
     }

@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_pair_first() {
+    fn neighbors_pair_first() {
         assert_eq!(tree(0..0), "");
         assert_eq!(tree(0..1), "0");
         assert_eq!(tree(0..4), "((0+1)+(2+3))");

@@ -81,7 +81,7 @@ pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], s
         return all_to_all_variable(rank, send_lens, &receive_lens, steps);
     }
     let (own_host, local_rank) = (hosts.host_of(rank), hosts.local_rank(rank));
-    let (neighbours, ranks_per_host) = (hosts.ranks(own_host), hosts.ranks(own_host).len());
+    let (neighbors, ranks_per_host) = (hosts.ranks(own_host), hosts.ranks(own_host).len());
     let with_local_rank = |local_rank: usize, host: usize| hosts.ranks(host)[local_rank].0;
     let of_host = |host: usize| host * ranks_per_host..(host + 1) * ranks_per_host;
     // Scratch holds the blocks that this host's ranks send to the ranks with this local rank, ordered by the host of the receiver. The
@@ -89,12 +89,12 @@ pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], s
     let relay_len = |host: usize, from: &Rank| {
         if host == own_host { 0 } else { lens[from.0 * world_size + with_local_rank(local_rank, host)] }
     };
-    let by_host = |host| neighbours.iter().map(move |from| relay_len(host, from));
+    let by_host = |host| neighbors.iter().map(move |from| relay_len(host, from));
     let relay_lens = Vec::from_iter((0..hosts.num_hosts()).flat_map(by_host));
     let arrival_start: usize = relay_lens.iter().sum();
     let relayed = |from: usize, host: usize| {
         if host == own_host {
-            block_range(&receive_lens, neighbours[from].0).into()
+            block_range(&receive_lens, neighbors[from].0).into()
         } else {
             Span::scratch(block_range(&relay_lens, of_host(host).start + from))
         }
@@ -105,7 +105,7 @@ pub fn all_to_all_variable_by_hosts(rank: Rank, hosts: &Hosts, lens: &[usize], s
         to: relayed(local_rank, host),
     }));
     for partner in partners(local_rank, ranks_per_host) {
-        let peer = neighbours[partner].0;
+        let peer = neighbors[partner].0;
         steps.extend((0..hosts.num_hosts()).map(|host| {
             let block = block_range(send_lens, with_local_rank(partner, host));
             Step::both(Outgoing::new(peer, Span::input(block)), Incoming::copy(peer, relayed(partner, host)))

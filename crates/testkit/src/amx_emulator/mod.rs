@@ -24,7 +24,7 @@ static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 ///
 /// On hardware with AMX, the process gets the permission to use it, and nothing else changes. Elsewhere, a handler of SIGILL executes
 /// `ldtilecfg`, `tilerelease`, `tilezero`, `tileloadd`, `tileloaddt1`, `tilestored` and `tdpbf16ps` as Intel's manual specifies. A product
-/// of tiles takes some tens of microseconds. All other illegal instructions are passed to the previous handler, and so are instructions
+/// of tiles takes microseconds. All other illegal instructions are passed to the previous handler, and so are instructions
 /// that hardware would refuse: invalid configurations, configurations for a restart (`start_row`), and tiles whose shapes do not fit.
 ///
 /// # Panics

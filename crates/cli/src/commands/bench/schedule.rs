@@ -28,7 +28,7 @@ How to read it:
   check validates it; programs creates each rank's actions with its messages;
   lower adds recomputation and the gathers of ZeRO-1; prove validates the
   programs of all ranks together. Actions are those of the rank that has the
-  most. All stages take about the same time, but neighbours never exactly, so
+  most. All stages take about the same time, but neighbors never exactly, so
   that auto has something to optimize. pipedream and pipedream-2bw have several
   steps, each with as many microbatches as there are ranks.
 

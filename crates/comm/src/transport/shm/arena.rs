@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn freed_neighbours_become_one_range() {
+    fn freed_neighbors_become_one_range() {
         let arena = Arena::new(2).expect("an arena");
         let regions: Vec<_> = (0..4).map(|_| arena.allocate(100, PageSize::Base).expect("memory")).collect();
         let [a, b, c, d]: [Region; 4] = regions.try_into().ok().expect("four regions");

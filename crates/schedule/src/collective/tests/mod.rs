@@ -33,7 +33,7 @@ fn order_as_text(world_size: usize) -> String {
 }
 
 #[test]
-fn the_canonical_order_pairs_neighbours() {
+fn the_canonical_order_pairs_neighbors() {
     assert_eq!(order_as_text(1), "0");
     assert_eq!(order_as_text(2), "(0+1)");
     assert_eq!(order_as_text(3), "((0+1)+2)");

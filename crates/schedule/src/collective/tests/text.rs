@@ -55,7 +55,7 @@ send 2 vector[0..2] | receive 0 vector[4..6]
 }
 
 #[test]
-fn neighbours_reduce_first() {
+fn neighbors_reduce_first() {
     let text = text(CollectiveKind::AllReduce.with_len(8), "halving_doubling", &Hosts::single(5), 0);
     assert_eq!(
         text,

@@ -29,8 +29,8 @@ const VALUE_MAX: f64 = 1e100;
 pub(super) fn downsampled(values: &[(u64, Option<f64>)]) -> DownsampledCurve {
     let steps_per_point = values.len().div_ceil(POINTS_MAX).max(1);
     let mut parts = vec![Vec::new()];
-    for neighbours in values.chunks(steps_per_point) {
-        match curve_point(neighbours) {
+    for neighbors in values.chunks(steps_per_point) {
+        match curve_point(neighbors) {
             Some(point) => parts.last_mut().expect("there is always one").push(point),
             None => parts.push(Vec::new()),
         }
@@ -40,14 +40,14 @@ pub(super) fn downsampled(values: &[(u64, Option<f64>)]) -> DownsampledCurve {
 }
 
 /// Combines the values of neighboring steps into one point; `None` if no step has a value.
-fn curve_point(neighbours: &[(u64, Option<f64>)]) -> Option<CurvePoint> {
+fn curve_point(neighbors: &[(u64, Option<f64>)]) -> Option<CurvePoint> {
     let (mut low, mut high, mut sum, mut number) = (f64::INFINITY, f64::NEG_INFINITY, 0.0, 0);
-    for value in neighbours.iter().filter_map(|(_, value)| *value).filter(|value| value.abs() <= VALUE_MAX) {
+    for value in neighbors.iter().filter_map(|(_, value)| *value).filter(|value| value.abs() <= VALUE_MAX) {
         (low, high) = (low.min(value), high.max(value));
         sum += value;
         number += 1;
     }
-    let (step, _) = neighbours[neighbours.len() / 2];
+    let (step, _) = neighbors[neighbors.len() / 2];
     (number > 0).then(|| CurvePoint { step, low, mean: sum / f64::from(number), high })
 }
 
