@@ -58,7 +58,7 @@ const CHECKS: [(&str, Check); 7] = [
     }),
     ("a job that is queued again", requeued),
     ("a job that makes way for another", preempted),
-    ("a job that is cancelled", cancelled),
+    ("a job that is canceled", canceled),
     ("a job whose time is over", out_of_time),
     ("a task that is killed", task_killed),
 ];
@@ -348,11 +348,11 @@ fn preempted(cluster: &Cluster) -> Result<()> {
     cluster.wait_for_end("preempted", &job, step)
 }
 
-fn cancelled(cluster: &Cluster) -> Result<()> {
-    let job = cluster.submit("cancelled", STEPS, &[])?;
-    cluster.wait_for_steps("cancelled", STEPS_BEFORE_DISTURBANCE)?;
+fn canceled(cluster: &Cluster) -> Result<()> {
+    let job = cluster.submit("canceled", STEPS, &[])?;
+    cluster.wait_for_steps("canceled", STEPS_BEFORE_DISTURBANCE)?;
     output(cluster.slurm("scancel").arg(&job))?;
-    cluster.wait_for_final_stop("cancelled", TIMEOUT)
+    cluster.wait_for_final_stop("canceled", TIMEOUT)
 }
 
 fn out_of_time(cluster: &Cluster) -> Result<()> {

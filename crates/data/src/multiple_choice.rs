@@ -70,18 +70,22 @@ impl QuestionLine {
     }
 }
 
-/// Appends a line with its end to `line`, or the beginning of a line that is too long. Returns the number of bytes; 0 at the end of the file.
+/// Appends a line with its end to `line`, or the beginning of a line that is too long. Returns the number of bytes; 0 at the end of the
+/// file.
 fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<usize> {
-    reader.take(LINE_BYTES_MAX as u64 + 1).read_until(b'\n', line)
+    reader.take(LINE_BYTES_MAX as u64 + 2).read_until(b'\n', line)
 }
 
 fn is_too_long(line: &[u8]) -> bool {
-    line.strip_suffix(b"\n").unwrap_or(line).len() > LINE_BYTES_MAX
+    let text = line.strip_suffix(b"\n").unwrap_or(line);
+    text.strip_suffix(b"\r").unwrap_or(text).len() > LINE_BYTES_MAX
 }
 
-/// Whether the beginning of a record names `choices`.
+/// Whether the beginning of a line is an object that contains `"choices"`. A line that is cut off cannot be parsed.
 fn contains_choices(line: &[u8]) -> bool {
-    line.windows(9).any(|bytes| bytes == b"\"choices\"")
+    const KEY: &[u8] = b"\"choices\"";
+    let is_object = without_byte_order_mark(line).trim_ascii_start().starts_with(b"{");
+    is_object && line.windows(KEY.len()).any(|bytes| bytes == KEY)
 }
 
 /// Whether a record has `choices`, and therefore is meant as a question, even if it is malformed.

@@ -60,13 +60,9 @@ pub(crate) fn fit_keeps<E>(
     for _ in 0..ATTEMPTS_MAX {
         let mut choice = choose(room_total);
         if last.is_some() && choice == last {
-            // The reduced room still leads to the choice that does not fit. Continues with the largest room that leads to another one.
-            let (mut other, mut same) = (0, room_total);
-            while same - other > 1 {
-                let middle = other + (same - other) / 2;
-                if choose(middle) == last { same = middle } else { other = middle }
-            }
-            (room_total, choice) = (other, choose(other));
+            // The reduced room still leads to the choice that does not fit.
+            room_total = largest_where(room_total, |room| choose(room) != last);
+            choice = choose(room_total);
         }
         let Some(choice) = choice.filter(|choice| Some(choice) != last.as_ref()) else { break };
         let found = run(&choice.keeps)?.memory;
@@ -79,6 +75,17 @@ pub(crate) fn fit_keeps<E>(
         smallest = if found.total() < smallest.1.total() { (choice, found) } else { smallest };
     }
     Ok(smallest)
+}
+
+/// Returns the largest number below `end` that is `accepted`, or 0, by binary search: no number below an accepted one is rejected, because
+/// a choice that does not fit into some room does not fit into less.
+fn largest_where(end: usize, accepted: impl Fn(usize) -> bool) -> usize {
+    let (mut low, mut high) = (0, end);
+    while high - low > 1 {
+        let middle = low + (high - low) / 2;
+        if accepted(middle) { low = middle } else { high = middle }
+    }
+    low
 }
 
 /// Returns the choice in which every unit that keeps activations keeps only its input.

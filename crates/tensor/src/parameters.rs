@@ -44,7 +44,7 @@ impl Parameters {
         Self::zeros_of(table, table.shards(0, 1), DType::F32, device, category)
     }
 
-    /// Allocates zeros for the elements `parts` of each unit's flat buffer, counted as `category`.
+    /// Allocates zeros in `dtype`, f32 or bf16, for the elements `parts` of each unit's flat buffer, counted as `category`.
     ///
     /// # Errors
     /// If the device cannot allocate memory.
@@ -111,15 +111,15 @@ impl Parameters {
         self.flats[unit].view()
     }
 
-    /// Copies the stored part of a unit's flat buffer to the host.
+    /// Copies the stored part of a unit's flat buffer to the host, as f32s.
     pub fn values(&self, unit: usize) -> Vec<f32> {
-        self.device.read(self.flat(unit))
+        self.device.read_f32s(self.flat(unit))
     }
 
-    /// Sets the stored part of a unit's flat buffer.
+    /// Sets the stored part of a unit's flat buffer, which is in f32.
     ///
     /// # Panics
-    /// If the number of values differs.
+    /// If the number of values or the dtype differs.
     pub fn set(&mut self, unit: usize, values: &[f32]) {
         let Parameters { flats, device, .. } = self;
         device.upload(values, flats[unit].view_mut());
@@ -167,7 +167,7 @@ impl Parameters {
         let Parameters { table, parts, flats, device, .. } = self;
         table.stored(parts).try_for_each(|(info, held, within)| {
             let values = flats[info.unit].view_mut().into_part(within.start, [within.len()].into());
-            device.fill(values, |values| write(info, held, values))
+            device.fill_f32s(values, |values| write(info, held, values))
         })
     }
 }

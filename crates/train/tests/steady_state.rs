@@ -26,6 +26,7 @@ fn steps_allocate_nothing() {
     check(&[]);
     check(&f16);
     check(&["training.dtype=bf16", "training.fp8=hybrid"]);
+    check(&["training.dtype=bf16", "memory.bf16_parameters=true"]);
     for stage in ["parallelism.zero_stage=1", "parallelism.zero_stage=2", "parallelism.zero_stage=3"] {
         check(&[stage]);
         check(&[&[stage, "activation_checkpoint.mode=block"], &f16[..]].concat());

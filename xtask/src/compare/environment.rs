@@ -77,8 +77,8 @@ pub(super) struct Bound {
     /// Name of the processor's unit that multiplies matrices.
     unit: String,
     peak_gflops: f64,
-    /// The smallest and the largest fraction of the peak that a product of the step reaches alone; `None` without products.
-    products: Option<[f64; 2]>,
+    /// Lowest and highest fraction of the peak that a matrix product of the step reaches when it is timed alone.
+    product_fractions: [f64; 2],
     tokens_per_second: f64,
     copy_gb_per_second: f64,
 }
@@ -94,20 +94,18 @@ impl Bound {
         let kernels = &report["steps"][0];
         let peak_gflops = number(&kernels["product_peak_gflops"])?;
         let is_product = |kernel: &&Value| kernel["name"] == "matmul";
-        let mut products = Vec::new();
+        let mut product_fractions = [f64::INFINITY, 0.0];
         for kernel in kernels["kernels"].as_array().into_iter().flatten().filter(is_product) {
-            products.push(number(&kernel["operations"])? / number(&kernel["median_us"])? / 1e3 / peak_gflops);
+            let flops = number(&kernel["operations"])? / number(&kernel["median_us"])? * 1e6;
+            let fraction = flops / 1e9 / peak_gflops;
+            let [lowest, highest] = product_fractions;
+            product_fractions = [lowest.min(fraction), highest.max(fraction)];
         }
         Ok(Bound {
             step,
             unit: text(&kernels["product_unit"]).to_owned(),
             peak_gflops,
-            products: products
-                .iter()
-                .copied()
-                .reduce(f64::min)
-                .zip(products.iter().copied().reduce(f64::max))
-                .map(<[f64; 2]>::from),
+            product_fractions,
             tokens_per_second: step.num_tokens() as f64 * 1e3 / number(&kernels["bound_ms"])?,
             copy_gb_per_second: number(&report["copy_bytes_per_second"])? / 1e9,
         })
@@ -121,17 +119,18 @@ pub(super) fn show_bounds(bounds: &[Bound], rows: &[Row], rounds: &[Round]) -> S
     };
     let mut shown = format!(
         "- Measured bounds: a copy that no cache holds moves {fastest:.1} GB/s. The kernels of a step cannot be faster than:\n\n\
-         | step | peak of products | products alone, of the peak | bound, tokens/s | Trireme, of the bound |\n|---|---|---|---|---|\n"
+         | step | peak of products | products timed alone, of the peak | bound, tokens/s | Trireme, of the bound |\n|---|---|---|---|---|\n"
     );
     for bound in bounds {
-        let Bound { step, unit, peak_gflops, products, tokens_per_second, .. } = bound;
+        let Bound {
+            step, unit, peak_gflops, product_fractions: [lowest, highest], tokens_per_second, ..
+        } = bound;
         let row = rows.iter().find(|row| row.bound == Some(*step));
         let reached = row.and_then(|row| ours(rounds, row));
         let reached = reached.map_or("failed".to_owned(), |ours| format!("{:.2}", ours / tokens_per_second));
         let (Step { model, dtype, .. }, bound) = (step, with_separators(*tokens_per_second, 0));
-        let products = products.map_or(String::new(), |[least, most]| format!("{least:.2}–{most:.2}"));
         shown += &format!(
-            "| {model}, {dtype} | {unit} {peak_gflops:.0} GFLOP/s | {products} | {bound} | {reached} |\n"
+            "| {model}, {dtype} | {unit} {peak_gflops:.0} GFLOP/s | {lowest:.2}–{highest:.2} | {bound} | {reached} |\n"
         );
     }
     shown
@@ -149,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_stands_beside_what_was_reached() {
+    fn the_table_compares_bounds_with_measured_speeds() {
         let report = json!({
             "copy_bytes_per_second": 57.84e9,
             "steps": [{"product_unit": "fma 512", "product_peak_gflops": 512.7, "bound_ms": 200.0, "kernels": [

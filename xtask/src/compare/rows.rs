@@ -249,9 +249,9 @@ pub(super) fn rows(settings: BenchSettings) -> Vec<Row> {
             [gloo(), open_mpi()],
         ),
         gpt2_by_two.row("from the command to the end of the first step, 2 workers, seconds", FIRST_STEP),
-        gpt2.row("peak memory of 1 process × 2 threads, bf16, MiB", PEAK_MEMORY),
+        gpt2.row("gpt2-11m, bf16, peak memory, MiB", PEAK_MEMORY),
         Row::new(
-            "peak memory of gpt2-124m, bf16, with gradients freed early, MiB",
+            "gpt2-124m, bf16, --free-gradients, peak memory, MiB",
             PEAK_MEMORY,
             gpt2_124m.trireme_with("--free-gradients"),
             gpt2_124m.pytorch(),

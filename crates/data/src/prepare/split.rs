@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn small_documents_are_not_favoured() {
+    fn small_documents_are_not_favored() {
         let length = |document: u32| if document.is_multiple_of(2) { 100 } else { 4 };
         let documents: Vec<Vec<u32>> = (0..1000).map(|document| vec![document; length(document)]).collect();
         let [_, validation] = split_documents(&documents, 0.1);

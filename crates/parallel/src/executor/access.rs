@@ -99,8 +99,8 @@ impl Executor {
         &self.optimization.device
     }
 
-    /// The elements of a unit's parameters that this rank updates, in f32: a one-dimensional view. They must be [in
-    /// memory](Executor::fetch_state).
+    /// The elements of a unit's parameters that this rank updates, in [`parameter_dtype`](crate::ExecutorOptions::parameter_dtype): a
+    /// one-dimensional view. They must be [in memory](Executor::fetch_state).
     pub fn shard(&self, unit: usize) -> View<'_> {
         self.parameters.shard(unit)
     }

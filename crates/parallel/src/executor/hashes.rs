@@ -24,7 +24,7 @@ pub struct StepHashes {
     /// Hashes of the gradients that updates read: summed over all microbatches, with the loss scale of the step, before the mean and
     /// clipping. If momentum was exchanged, hashes of the momentum.
     pub gradients: Vec<u64>,
-    /// Hashes of the parameters after the update, in f32.
+    /// Hashes of the parameters after the update, widened to f32.
     pub parameters: Vec<u64>,
 }
 

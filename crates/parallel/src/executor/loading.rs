@@ -103,7 +103,7 @@ impl Executor {
                 let part = self.parameters.parts()[unit].clone();
                 let class = self.class_of_weights();
                 self.fetch_state(class, unit)?;
-                buffer[part].copy_from_slice(&self.shard_device().read_f32s(self.parameters.shard(unit)));
+                self.shard_device().download_f32s(self.parameters.shard(unit), &mut buffer[part]);
                 self.evict_state(class, unit, false)?;
                 buffer = group.all_gather(buffer).wait()?;
             }

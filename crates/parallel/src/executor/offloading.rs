@@ -65,7 +65,7 @@ impl Executor {
         match class {
             StateClass::Optimizer => {
                 self.optimization.optimizer.for_each_state_tensor(unit, |tensor| visit(tensor));
-                // Master weights in f32 move with the optimizer state. Their 16-bit copies stay on the device.
+                // Master weights move with the optimizer state. Their 16-bit copies stay on the device.
                 let are_masters = self.class_of_weights() == class;
                 if let Some(shard) = self.parameters.memory(unit).filter(|_| are_masters) {
                     visit(shard);

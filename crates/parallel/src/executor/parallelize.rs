@@ -18,7 +18,7 @@ use trireme_model::{Model, ModelProfile};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, OptimizerOptions};
 use trireme_schedule::lowering::apply_layout;
 use trireme_schedule::{Program, ProgramHeader, StateClass, single, validate};
-use trireme_tensor::{Category, Device};
+use trireme_tensor::{Category, Device, Precision};
 
 /// The arguments of [`Executor::new`].
 pub struct ExecutorSetup<'a> {
@@ -69,11 +69,15 @@ impl Executor {
     ///
     /// # Panics
     /// If the model's parameters belong to another rank, or if there are shards but the program shards no state. If the program updates
-    /// early, but steps may be skipped because of a loss scale, or the gradients are compressed.
+    /// early, but steps may be skipped because of a loss scale, or the gradients are compressed. If parameters are in bf16, but `precision`
+    /// is not, or with fp8 or quantized weights.
     pub fn new(setup: ExecutorSetup<'_>) -> Result<Self> {
         let is_checked_first = setup.options.loss_scaling != LossScaling::Off
             || setup.options.compression.codec() != CodecName::None;
         assert!(!(setup.program.header.state.updates_early && is_checked_first), "updates cannot be early");
+        let ExecutorOptions { bf16_parameters, precision, fp8, zero_plus_plus, .. } = setup.options;
+        let reads_bf16 = precision == Precision::Bf16 && fp8.is_none() && !zero_plus_plus.quantized_weights;
+        assert!(!bf16_parameters || reads_bf16, "operations read parameters in another format than bf16");
         let ExecutorSetup { model, profile, optimizer, ranks, device, program, options, offload } = setup;
         // Without a pipeline, microbatches run one after the other.
         let in_flight_max =

@@ -10,6 +10,7 @@ use super::hashes::ParameterHasher;
 use super::{Executor, Optimization};
 use crate::error::{ParallelError, Result};
 use crate::memory::{on_device, update_on_device};
+use crate::parameters::RoundingRun;
 use crate::step::StepPlan;
 use trireme_base::DType;
 use trireme_codec::CodecName;
@@ -87,7 +88,7 @@ impl Executor {
         if let Some(hashes) = &mut hashes {
             hasher.add_unit(&mut hashes.gradients, unit, sum.view(), &parameters.parts()[unit], device);
         }
-        let (from, start) = (parameters.shard_device().clone(), parameters.parts()[unit].start);
+        let (from, rounding_runs) = (parameters.shard_device().clone(), parameters.rounding_runs(unit));
         let mut update_in_f32 = |values: ViewMut<'_>| {
             if is_momentum {
                 let grad_scale = 1.0 / ranks.data().world_size() as f64;
@@ -97,7 +98,7 @@ impl Executor {
             }
             optimizer.step_unit(device, unit, values, sum.view(), settings, exchange)
         };
-        update_on_device(parameters.shard_mut(unit), &from, device, category, |shard| {
+        update_on_device(parameters.shard_mut(unit), &from, device, category, |mut shard| {
             if shard.dtype() == DType::F32 {
                 return update_in_f32(shard);
             }
@@ -105,7 +106,11 @@ impl Executor {
             device.convert(shard.as_view(), values.view_mut());
             update_in_f32(values.view_mut())?;
             let seed = parameter_rounding_seed(unit, settings.step);
-            device.round_stochastically(values.view(), seed, start, shard);
+            for RoundingRun { elements, position } in &*rounding_runs {
+                let (start, shape) = (elements.start, [elements.len()].into());
+                let rounded = shard.reborrow().into_part(start, shape);
+                device.round_stochastically(values.view().part(start, shape), seed, *position, rounded);
+            }
             Ok::<_, ParallelError>(())
         })?;
         drop(sum);

@@ -5,7 +5,6 @@ use crate::error::Result;
 use crate::layout::RankGrid;
 use crate::parameters::RankParameters;
 use std::collections::VecDeque;
-use trireme_base::DType;
 use trireme_codec::CompressionStatistics;
 use trireme_comm::Buffer;
 use trireme_optim::StepSettings;
@@ -62,7 +61,7 @@ impl AsynchronousUpdates {
         let state = &mut self.units[unit];
         let mut copy = match state.spare.pop() {
             Some(copy) => copy,
-            None => device.empty(whole.shape(), DType::F32, Category::Parameters)?,
+            None => device.empty(whole.shape(), whole.dtype(), Category::Parameters)?,
         };
         device.convert(whole, copy.view_mut());
         state.stashed.push_back((state.newest, copy));

@@ -15,6 +15,7 @@ use crate::memory::WaitTracker;
 use crate::step::ExecutorOptions;
 use std::ops::Range;
 use std::sync::Arc;
+use trireme_base::DType;
 use trireme_schedule::{ProgramHeader, StateClass};
 use trireme_tensor::{
     Category, Device, ParameterInfo, ParameterSource, ParameterTable, Parameters, Shape, Tensor, View,
@@ -37,7 +38,20 @@ pub(crate) struct RankParameters {
     /// A copy of the tied unit that another pipeline rank updates and a unit of this rank reads, with the unit's index. The copy has the
     /// dtype in which operations read units.
     tied_copy: Option<(usize, Tensor)>,
+    /// For each parameter, its offset in the flat buffer of its unit in the full model. Empty if parameters are in f32.
+    full_offsets: Vec<usize>,
+    /// For each unit, the runs of the part that this rank updates. Empty if parameters are in f32.
+    rounding_runs: Vec<Arc<[RoundingRun]>>,
     device: Device,
+}
+
+/// Elements of the part of a unit that a rank updates, which are adjacent in the full model, too.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RoundingRun {
+    /// The elements within the part.
+    pub(crate) elements: Range<usize>,
+    /// Position of the first element in the unit's flat buffer in the full model, on which its random bits depend.
+    pub(crate) position: usize,
 }
 
 impl RankParameters {
@@ -82,8 +96,50 @@ impl RankParameters {
             let dtype = if updates_full_units { dtype } else { gathered_dtype };
             copy = Some((unit, device.empty(shape, dtype, Category::Parameters)?));
         }
+        let offsets = || table.full().parameters().iter().map(|info| info.offset).collect();
+        let full_offsets = if dtype == DType::Bf16 { offsets() } else { Vec::new() };
         let (table, device) = (Arc::clone(table), device.clone());
-        Ok(RankParameters { table, parts, shards, full_units, tied_copy: copy, device })
+        let rounding_runs = Vec::new();
+        let mut parameters = RankParameters {
+            table,
+            parts,
+            shards,
+            full_units,
+            tied_copy: copy,
+            full_offsets,
+            rounding_runs,
+            device,
+        };
+        let num_units = parameters.parts.len();
+        parameters.rounding_runs = (0..num_units).map(|unit| parameters.runs_of_part(unit)).collect();
+        Ok(parameters)
+    }
+
+    fn runs_of_part(&self, unit: usize) -> Arc<[RoundingRun]> {
+        let (table, part) = (&self.table, &self.parts[unit]);
+        let mut runs: Vec<RoundingRun> = Vec::new();
+        if self.full_offsets.is_empty() {
+            return runs.into();
+        }
+        for index in table.units()[unit].parameters.clone() {
+            let info = &table.parameters()[index];
+            let Some(held) = info.stored(part) else { continue };
+            let (first, position) =
+                (info.offset + held.start - part.start, self.full_offsets[index] + held.start);
+            let end = first + held.len();
+            match runs.last_mut() {
+                Some(last) if last.position + (first - last.elements.start) == position => {
+                    last.elements.end = end;
+                }
+                _ => runs.push(RoundingRun { elements: first..end, position }),
+            }
+        }
+        runs.into()
+    }
+
+    /// Returns the runs of this rank's part of a unit, for stochastic rounding. Does not allocate.
+    pub(crate) fn rounding_runs(&self, unit: usize) -> Arc<[RoundingRun]> {
+        Arc::clone(&self.rounding_runs[unit])
     }
 
     /// Sets the parameters of a rank that has all of them and does not train.
@@ -159,6 +215,7 @@ impl RankParameters {
         if let Some(shards) = &mut self.shards {
             shards.set_part(unit, part)?;
         }
+        self.rounding_runs[unit] = self.runs_of_part(unit);
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! Parameters that are stored in bf16 and updated with stochastic rounding.
 
 use crate::common::{DEFAULT, Layout, OPTIONS, Pipeline, STEPS, batches, executor_with_layout};
+use crate::expert_parallel::models as expert_models;
 use trireme_model::ModelConfig;
 use trireme_optim::OptimizerName;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
@@ -10,12 +11,12 @@ use trireme_tensor::{BackendKind, Category, DetachedOptions, Precision};
 use trireme_testkit::{run_ranks, small_models};
 
 const BF16: ExecutorOptions = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
-const STORED: ExecutorOptions = ExecutorOptions { bf16_parameters: true, ..BF16 };
+const BF16_PARAMETERS: ExecutorOptions = ExecutorOptions { bf16_parameters: true, ..BF16 };
 
 /// Number of microbatches of all data-parallel ranks in a step.
 const NUM_MICROBATCHES: usize = 4;
 
-/// What rank 0 finds.
+/// Results of rank 0.
 struct Found {
     losses: Vec<f64>,
     /// All weights, before the first step and after the last one.
@@ -49,7 +50,7 @@ fn run(config: &ModelConfig, layout: &Layout<'_>, world_size: usize, lr: f64) ->
         let (before, mut losses) = (weights(&mut executor), Vec::new());
         for step in 1..=STEPS {
             let batches = batches(&executor, NUM_MICROBATCHES, step);
-            let plan = StepPlan { step, lr, grad_norm: GradNorm::Clip(1.0), has_loss: true };
+            let plan = StepPlan { step, lr, grad_norm: GradNorm::Measure, has_loss: true };
             losses.push(executor.run(plan, &mut batches.into_iter()).unwrap().loss);
         }
         executor.check_replicas().unwrap();
@@ -63,7 +64,7 @@ fn run(config: &ModelConfig, layout: &Layout<'_>, world_size: usize, lr: f64) ->
 #[test]
 fn every_layout_has_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
-    let plain = Layout { options: STORED, folder: folder.path(), ..Layout::default() };
+    let plain = Layout { options: BF16_PARAMETERS, folder: folder.path(), ..Layout::default() };
     let sharded = |stage, num_shards| Layout { num_shards, state: StateLayout::zero(stage), ..plain.clone() };
     let zero_3 = StateLayout::zero(3);
     let on_disk =
@@ -72,6 +73,7 @@ fn every_layout_has_the_same_bits() {
     let layouts = [
         (2, plain.clone()),
         (4, plain.clone()),
+        (4, Layout { state: StateLayout { updates_early: true, ..StateLayout::UNSHARDED }, ..plain.clone() }),
         (2, sharded(1, 2)),
         (4, sharded(2, 2)),
         (2, sharded(3, 2)),
@@ -100,7 +102,7 @@ fn every_layout_has_the_same_bits() {
 fn every_optimizer_updates_them() {
     let config = &small_models()[0];
     for name in [OptimizerName::Lamb, OptimizerName::Adafactor, OptimizerName::Muon, OptimizerName::Lion] {
-        let layout = Layout { options: STORED, optimizer: (name, DEFAULT), ..Layout::default() };
+        let layout = Layout { options: BF16_PARAMETERS, optimizer: (name, DEFAULT), ..Layout::default() };
         let expected = run(config, &layout, 1, 1e-2);
         let sharded = Layout { num_shards: 2, state: StateLayout::zero(3), ..layout };
         assert!(run(config, &sharded, 2, 1e-2).results() == expected.results(), "{name}");
@@ -108,7 +110,22 @@ fn every_optimizer_updates_them() {
 }
 
 #[test]
-fn they_take_half_the_memory_and_small_updates_count_on_average() {
+fn replicated_parameters_stay_equal_on_the_tensor_and_the_expert_axis() {
+    let plain = Layout { options: BF16_PARAMETERS, ..Layout::default() };
+    let sharded = |layout| Layout { num_shards: 2, state: StateLayout::zero(3), ..layout };
+    // Each run checks its replicas.
+    for config in small_models().iter().filter(|config| config.num_heads.is_multiple_of(2)) {
+        run(config, &Layout { tensor: 2, ..plain.clone() }, 2, 1e-2);
+        run(config, &sharded(Layout { tensor: 2, ..plain.clone() }), 4, 1e-2);
+    }
+    for config in expert_models() {
+        run(&config, &Layout { experts: 2, ..plain.clone() }, 2, 1e-2);
+        run(&config, &sharded(Layout { experts: 2, ..plain.clone() }), 4, 1e-2);
+    }
+}
+
+#[test]
+fn they_take_2_bytes_and_small_updates_count_on_average() {
     let config = &small_models()[0];
     let layout = |options, state, num_shards| Layout { options, state, num_shards, ..Layout::default() };
     for (world_size, state, expected) in [
@@ -120,7 +137,7 @@ fn they_take_half_the_memory_and_small_updates_count_on_average() {
         // Far below half a unit of the last digit of most weights: rounded to nearest, they would not change.
         let lr = 1e-6;
         let exact = run(config, &layout(BF16, state, world_size), world_size, lr);
-        let rounded = run(config, &layout(STORED, state, world_size), world_size, lr);
+        let rounded = run(config, &layout(BF16_PARAMETERS, state, world_size), world_size, lr);
         let squares: f64 = exact.updates().map(|update| update * update).sum();
         let products: f64 =
             exact.updates().zip(rounded.updates()).map(|(exact, rounded)| exact * rounded).sum();

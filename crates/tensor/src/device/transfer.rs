@@ -137,9 +137,9 @@ impl Device {
         if to.dtype() == DType::F32 {
             return self.fill(to, write);
         }
+        assert_eq!(to.dtype(), DType::Bf16, "the tensor is f32 or bf16");
         let mut values = vec![0.0; to.shape().num_elements()];
         write(&mut values)?;
-        assert_eq!(to.dtype(), DType::Bf16, "parameters are f32 or bf16");
         self.upload(&values.into_iter().map(Bf16::from_f32).collect::<Vec<_>>(), to);
         Ok(())
     }
@@ -149,11 +149,21 @@ impl Device {
     /// # Panics
     /// If `from` has another dtype.
     pub fn read_f32s(&self, from: View<'_>) -> Vec<f32> {
+        let mut values = vec![0.0; from.shape().num_elements()];
+        self.download_f32s(from, &mut values);
+        values
+    }
+
+    /// Like [`download`](Device::download), widened to f32 if the elements are bf16.
+    ///
+    /// # Panics
+    /// If `from` has another dtype, or another number of elements than `to`.
+    pub fn download_f32s(&self, from: View<'_>, to: &mut [f32]) {
         if from.dtype() == DType::F32 {
-            return self.read(from);
+            return self.download(from, to);
         }
-        assert_eq!(from.dtype(), DType::Bf16, "parameters are f32 or bf16");
-        self.read::<Bf16>(from).into_iter().map(Bf16::to_f32).collect()
+        assert_eq!((from.dtype(), from.shape().num_elements()), (DType::Bf16, to.len()), "f32 or bf16");
+        to.iter_mut().zip(self.read::<Bf16>(from)).for_each(|(to, value)| *to = value.to_f32());
     }
 
     /// Copies the elements of `from` to the host. Returns zeros on a counting device.

@@ -140,10 +140,10 @@ config_section! {
         /// true`. If the loss or the norm is not finite, some parameters have been updated already, and the run must
         /// resume from its last checkpoint (docs/memory.md).
         free_gradients: bool = false;
-        /// Stores parameters in bf16, in 2 instead of 4 bytes. Each update is computed in f32 and rounded up or down at
-        /// random, so that small updates count on average (docs/memory.md). The random numbers depend on the step and
-        /// the place of an element alone, so losses and weights have the same bits on any layout. Requires `[training]
-        /// dtype = "bf16"`, without `fp8` and `zero_quantized_weights`.
+        /// Stores parameters in bf16: 2 bytes instead of 4. Each update is computed in f32 and rounded stochastically, so
+        /// that small updates count on average (docs/memory.md). The random bits depend only on the step and the
+        /// element's position in its unit, so a layout changes no more bits than without this key. Requires
+        /// `[training] dtype = "bf16"`. Excludes `fp8` and `zero_quantized_weights`.
         bf16_parameters: bool = false;
     }
 }

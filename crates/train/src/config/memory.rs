@@ -150,17 +150,15 @@ pub(super) fn check_bf16_parameters(checks: &mut Checks<'_>) {
     let Sections { training, memory, parallelism, .. } = &checks.unchecked.sections;
     let is_on = memory.bf16_parameters;
     checks.require(!is_on || training.dtype == Precision::Bf16, &[KEY, "training.dtype"], || {
-        "matrix multiplications would read more digits than parameters have; set [training] dtype = \"bf16\", or remove \
-         bf16_parameters"
-            .to_owned()
+        "parameters in bf16 require matrix multiplications in bf16; set [training] dtype = \"bf16\", or remove bf16_parameters".to_owned()
     });
     checks.require(!is_on || training.fp8 == Fp8::Off, &[KEY, "training.fp8"], || {
-        "fp8 is scaled for f32 parameters; remove one of the two keys".to_owned()
+        "fp8 rounds f32 parameters, but bf16_parameters stores none; remove one of the two keys".to_owned()
     });
     checks.require(
         !is_on || !parallelism.zero_quantized_weights,
         &[KEY, "parallelism.zero_quantized_weights"],
-        || "weights are gathered as integers of f32 parameters; remove one of the two keys".to_owned(),
+        || "zero_quantized_weights rounds f32 parameters, but bf16_parameters stores none; remove one of the two keys".to_owned(),
     );
 }
 

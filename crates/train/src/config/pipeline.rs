@@ -248,10 +248,10 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
         Interval::Steps(steps) if checkpoint.enable => steps,
         _ => 0,
     };
-    // Steps of epochs are rounded up to whole intervals.
-    let steps = if training.epochs > 0.0 { 0 } else { training.steps };
+    // The steps of epochs are rounded up to a multiple.
+    let configured_steps = if training.epochs > 0.0 { 0 } else { training.steps };
     for (key, steps) in [
-        ("training.steps", steps),
+        ("training.steps", configured_steps),
         ("training.validation_interval", training.validation_interval),
         ("metrics.trace_interval", metrics.trace_interval),
         ("checkpoint.interval", steps_between_checkpoints),

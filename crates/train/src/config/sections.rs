@@ -204,7 +204,8 @@ config_section! {
         epochs: f64 = 0.0, within 0.0..=1e6;
         /// Seed of the initial weights and of the data order.
         seed: u64 = 0, within 0..;
-        /// Data type of activations and matrix multiplications. Weights, their gradients and the optimizer stay f32.
+        /// Data type of activations and matrix multiplications. Weights are stored in f32 (in bf16 with `[memory]
+        /// bf16_parameters`), their gradients in f32, and the optimizer's state in `[optimizer] state_dtype`.
         dtype: Precision = Precision::F32;
         /// Emulates 8-bit floats to study convergence. The inputs of matrix multiplications in the blocks' linear
         /// layers are rounded as fp8 would round them: `e4m3` rounds all of them to E4M3, `hybrid` uses E5M2

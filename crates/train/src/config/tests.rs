@@ -170,10 +170,10 @@ fn checks_shards_and_replicas_against_the_world_size() {
     let stored = ["launch.workers=4", "training.dtype=bf16", "memory.bf16_parameters=true"];
     good(SMALLEST, &stored);
     for (keys, reason) in [
-        (&["training.fp8=hybrid"][..], "fp8 is scaled for f32 parameters"),
+        (&["training.fp8=hybrid"][..], "fp8 rounds f32 parameters"),
         (
             &["parallelism.zero_stage=3", "parallelism.zero_quantized_weights=true"],
-            "integers of f32 parameters",
+            "zero_quantized_weights rounds f32 parameters",
         ),
     ] {
         let found = mistakes(SMALLEST, &[&stored[..], keys].concat());

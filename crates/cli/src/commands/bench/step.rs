@@ -88,7 +88,7 @@ pub(crate) struct StepArgs {
     /// Update each unit as soon as its gradient is reduced, and free the gradient. Requires --zero-stage 0 or 1, and --dtype f32 or bf16.
     #[arg(long)]
     free_gradients: bool,
-    /// Store parameters in bf16 and round their updates stochastically. Requires --dtype bf16.
+    /// Store parameters in bf16 and round their updates stochastically. Requires --dtype bf16, without --fp8.
     #[arg(long, conflicts_with = "fp8")]
     bf16_parameters: bool,
     /// Where a class of state is kept between its uses, as CLASS=TIER: optimizer, parameters, gradients or

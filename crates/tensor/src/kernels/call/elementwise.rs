@@ -18,8 +18,8 @@ kernel_calls! {
         /// If the shapes differ.
         pub fn convert => Convert { x: View, y: ViewMut; assert_eq!(x.shape(), y.shape()); }
 
-        /// Rounds `x`, f32, to `y`, bf16, up or down at random with an expected error of 0. The random bits of element `i` are a function of
-        /// `seed` and `position + i`. Values that bf16 represents, infinities and NaN stay what they are.
+        /// Rounds `x`, f32, to `y`, bf16, up or down at random with an expected error of 0. The random bits of element `i` are a function
+        /// of `seed` and `position + i`. Values that bf16 represents, infinities and NaN stay the same.
         ///
         /// # Panics
         /// If the shapes differ.

@@ -1,4 +1,4 @@
-//! Optimizer state in fewer bits than f32.
+//! Values in fewer bits than f32: optimizer state, and parameters in bf16.
 //!
 //! Rounding is stochastic and unbiased: with rounding to nearest, a moment that changes by less than half a unit per step would never
 //! change (see docs/optimizers.md for figures). A value that the format represents is unchanged, so that a state can be converted to f32
@@ -123,16 +123,16 @@ impl PieceState<'_> {
         position: usize,
     ) {
         let range = block * BLOCK_LEN..block * BLOCK_LEN + values.len();
-        let (noise, position) = noise_at(rounding_seed, position);
+        let (seed, position) = seed_and_position(rounding_seed, position);
         match self {
             PieceState::Absent => {}
             PieceState::F32(kept) => kept[range].copy_from_slice(values),
-            PieceState::Bf16(kept) => store_bf16(simd_level, values, &mut kept[range], noise, position),
+            PieceState::Bf16(kept) => store_bf16(simd_level, values, &mut kept[range], seed, position),
             PieceState::Int8 { codes, steps, is_second_moment: true } => {
-                steps[block] = store_roots(simd_level, values, &mut codes[range], noise, position);
+                steps[block] = store_roots(simd_level, values, &mut codes[range], seed, position);
             }
             PieceState::Int8 { codes, steps, is_second_moment: false } => {
-                steps[block] = store_signed(simd_level, values, &mut codes[range], noise, position);
+                steps[block] = store_signed(simd_level, values, &mut codes[range], seed, position);
             }
         }
     }
@@ -142,15 +142,14 @@ impl Cpu {
     pub(crate) fn round_stochastically(&self, x: &[f32], seed: u32, position: usize, y: &mut [Bf16]) {
         assert_eq!(x.len(), y.len());
         self.for_each_block(y, |first, y| {
-            let (noise, position) = noise_at(seed, position + first);
-            store_bf16(self.simd_level, &x[first..first + y.len()], y, noise, position);
+            let (seed, position) = seed_and_position(seed, position + first);
+            store_bf16(self.simd_level, &x[first..first + y.len()], y, seed, position);
         });
     }
 }
 
-/// Returns the seed and the position for [`random_bits`] from an element at `position` on. All bits of the position count: the high ones,
-/// which are mostly 0, change the seed.
-fn noise_at(seed: u32, position: usize) -> (u32, u32) {
+/// Splits a 64-bit position for [`random_bits`]: returns the seed, changed by the high bits, which are mostly 0, and the low bits.
+fn seed_and_position(seed: u32, position: usize) -> (u32, u32) {
     (seed ^ ((position as u64 >> 32) as u32).wrapping_mul(0x85eb_ca6b), position as u32)
 }
 
@@ -168,7 +167,7 @@ fn random_bits(seed: u32, position: u32) -> u32 {
 ///
 /// Avoids a cast, because saturating casts do not become SIMD code. Adding 2^23 leaves the nearest integer in the low bits.
 #[inline(always)]
-fn round_stochastically(value: f32, bits: u32) -> u8 {
+fn round_code(value: f32, bits: u32) -> u8 {
     const ROUNDER: f32 = 8_388_608.0;
     let shift = (bits >> 20) as f32 * (1.0 / 4096.0) + (0.5 / 4096.0 - 0.5);
     ((value + shift) + ROUNDER).to_bits() as u8
@@ -193,9 +192,9 @@ for_each_simd_level! {
         out.iter_mut().zip(values).for_each(|(out, value)| *out = value.to_f32());
     }
 
-    fn store_bf16(values: &[f32], kept: &mut [Bf16], noise: u32, position: u32) {
+    fn store_bf16(values: &[f32], kept: &mut [Bf16], seed: u32, position: u32) {
         for (index, (kept, value)) in kept.iter_mut().zip(values).enumerate() {
-            let bits = random_bits(noise, position.wrapping_add(index as u32)) & 0xffff;
+            let bits = random_bits(seed, position.wrapping_add(index as u32)) & 0xffff;
             let rounded = value.to_bits().wrapping_add(bits);
             // The addition could turn a NaN into another value.
             let rounded = if value.is_nan() { value.to_bits() | 0x0040_0000 } else { rounded };
@@ -207,16 +206,16 @@ for_each_simd_level! {
         out.iter_mut().zip(codes).for_each(|(out, &code)| *out = (f32::from(code) - 128.0) * step);
     }
 
-    fn store_signed(values: &[f32], codes: &mut [u8], noise: u32, position: u32) -> f32 {
+    fn store_signed(values: &[f32], codes: &mut [u8], seed: u32, position: u32) -> f32 {
         let step = step_of(magnitude_max(values), SIGNED_LEVELS);
         // Dividing by infinity gives 0 for all values if there is no step.
         let divisor = if step == 0.0 { f32::INFINITY } else { step };
         for (index, (code, value)) in codes.iter_mut().zip(values).enumerate() {
-            let bits = random_bits(noise, position.wrapping_add(index as u32));
+            let bits = random_bits(seed, position.wrapping_add(index as u32));
             let exact = value / divisor;
             let exact = if exact > SIGNED_LEVELS - SNAP { SIGNED_LEVELS } else { exact };
             let exact = if exact < SNAP - SIGNED_LEVELS { -SIGNED_LEVELS } else { exact };
-            *code = round_stochastically(exact + 128.0, bits);
+            *code = round_code(exact + 128.0, bits);
         }
         step
     }
@@ -228,16 +227,16 @@ for_each_simd_level! {
         }
     }
 
-    fn store_roots(values: &[f32], codes: &mut [u8], noise: u32, position: u32) -> f32 {
+    fn store_roots(values: &[f32], codes: &mut [u8], seed: u32, position: u32) -> f32 {
         let step = step_of(magnitude_max(values).sqrt(), ROOT_LEVELS);
         let divisor = if step == 0.0 { f32::INFINITY } else { step };
         for (index, (code, value)) in codes.iter_mut().zip(values).enumerate() {
-            let bits = random_bits(noise, position.wrapping_add(index as u32));
+            let bits = random_bits(seed, position.wrapping_add(index as u32));
             let exact = value.sqrt() / divisor;
             let exact = if exact > ROOT_LEVELS - SNAP { ROOT_LEVELS } else { exact };
             // Values that are not zero must not become zero, because updates are divided by them.
             let exact = if *value > 0.0 && exact < 1.0 { 1.0 } else { exact };
-            *code = round_stochastically(exact, bits);
+            *code = round_code(exact, bits);
         }
         step
     }
