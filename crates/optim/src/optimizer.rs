@@ -326,8 +326,8 @@ impl Optimizer {
     }
 }
 
-/// Returns the seed for stochastic rounding of a unit's parameters in one step. Differs from the seeds of the unit's optimizer state, so that
-/// rounding errors are independent.
+/// Returns the seed for stochastic rounding of a unit's parameters in one step. Differs from the seeds of the unit's optimizer state, so
+/// that rounding errors are independent.
 pub fn parameter_rounding_seed(unit: usize, step: u64) -> u32 {
     rounding_seed(unit, step).rotate_left(16) ^ 0x9e37_79b9
 }
