@@ -6,9 +6,10 @@ use std::io::{self, ErrorKind};
 use std::sync::mpsc;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
-/// Bytes of address space that must be free before a thread starts: its stack, and the memory that it allocates before its work begins. If
-/// such an allocation fails, the thread aborts the process.
-const THREAD_ADDRESS_SPACE: usize = 8 << 20;
+/// Bytes of address space that must be free before a thread starts: its stack, and the memory that it allocates at its start. If such an
+/// allocation fails, the thread aborts the process. glibc always maps new memory for a request of more than 32 MiB; a smaller one it may
+/// serve from free memory of its heap, although no address is free.
+const THREAD_ADDRESS_SPACE: usize = 40 << 20;
 
 /// Starts a thread with this name, and waits until its work begins.
 ///
