@@ -20,8 +20,8 @@ fn a_run_that_fits_is_planned_and_trained() {
 #[test]
 fn a_run_that_does_not_fit_is_refused_in_words() {
     let fixture = Fixture::with_corpus();
-    let train = "train tiny.toml --workers 1 --set model.hidden_size=512";
-    let error = Running::start(fixture.command_after("ulimit -d 20000", train)).end().refused();
+    let train = "train tiny.toml --workers 1 --set model.hidden_size=1024";
+    let error = Running::start(fixture.command_after("ulimit -d 60000", train)).end().refused();
     assert_contains(&error, &["out of memory: the system refuses", "ulimit -d", "vm.overcommit_memory"]);
 }
 
