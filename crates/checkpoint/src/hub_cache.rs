@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 const REVISION_BYTES_MAX: u64 = 256;
 
 /// Organizations that are tried for a model name without one.
-const DEFAULT_ORGANISATIONS: [&str; 3] = ["openai-community", "EleutherAI", "HuggingFaceTB"];
+const DEFAULT_ORGANIZATIONS: [&str; 3] = ["openai-community", "EleutherAI", "HuggingFaceTB"];
 
 /// Returns `path` if it exists. Otherwise, returns the snapshot of the model of that name (`gpt2`, `Qwen/Qwen3-0.6B`) in the Hugging Face
 /// cache, or `path` if there is no such model. Builds with the feature `hub` download missing models from the hub and complete interrupted
@@ -84,9 +84,9 @@ pub(crate) fn snapshot_in(cache: &Path, name: &str) -> Option<PathBuf> {
         return None;
     }
     let folder = |name: &str| cache.join(format!("models--{}", name.replace('/', "--")));
-    let with_organisation =
-        DEFAULT_ORGANISATIONS.iter().map(|organisation| folder(&format!("{organisation}/{name}")));
-    let candidates = std::iter::once(folder(name)).chain(with_organisation.filter(|_| !name.contains('/')));
+    let with_organization =
+        DEFAULT_ORGANIZATIONS.iter().map(|organization| folder(&format!("{organization}/{name}")));
+    let candidates = std::iter::once(folder(name)).chain(with_organization.filter(|_| !name.contains('/')));
     candidates.into_iter().find_map(|folder| snapshot(&folder))
 }
 

@@ -50,9 +50,9 @@ impl LogLine<'_> {
                 "validation_loss" => Style::new().bold().green(),
                 _ => Style::new(),
             };
-            let colours = colors_enabled();
-            let name = Style::new().dim().force_styling(colours).apply_to(format!("{name}:"));
-            format!("{name} {}", style.force_styling(colours).apply_to(value))
+            let colors = colors_enabled();
+            let name = Style::new().dim().force_styling(colors).apply_to(format!("{name}:"));
+            format!("{name} {}", style.force_styling(colors).apply_to(value))
         });
         styled.collect::<Vec<_>>().join("  ")
     }

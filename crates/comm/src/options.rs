@@ -98,7 +98,7 @@ impl GivenCosts {
     pub(crate) fn are_positive(&self) -> bool {
         let links = [self.within, self.across].into_iter().flatten();
         let links = links.map(|cost| [cost.latency_seconds, cost.seconds_per_byte]);
-        let direct = self.direct.map(|cost| [cost.synchronisation_seconds, cost.seconds_per_byte]);
+        let direct = self.direct.map(|cost| [cost.synchronization_seconds, cost.seconds_per_byte]);
         links.chain(direct).flatten().all(|seconds| seconds > 0.0 && seconds.is_finite())
     }
 }

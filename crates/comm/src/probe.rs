@@ -40,7 +40,7 @@ pub(crate) fn measure(
     let direct = has_direct.then(|| measure_direct(group)).transpose()?;
     // The values that this rank measured, 0 for the others.
     let [within, across] = [within, across].map(|cost| cost.map_or([0.0; 2], link_cost_to_array));
-    let direct = direct.map_or([0.0; 2], |cost| [cost.synchronisation_seconds, cost.seconds_per_byte]);
+    let direct = direct.map_or([0.0; 2], |cost| [cost.synchronization_seconds, cost.seconds_per_byte]);
     let own: Vec<u8> =
         [within, across, direct].as_flattened().iter().flat_map(|value| value.to_le_bytes()).collect();
     let all = group.all_gather_bytes(&own).wait()?;
@@ -57,8 +57,8 @@ pub(crate) fn measure(
     };
     let to_link =
         |[latency_seconds, seconds_per_byte]: [f64; 2]| LinkCost { latency_seconds, seconds_per_byte };
-    let to_direct = |[synchronisation_seconds, seconds_per_byte]: [f64; 2]| DirectCost {
-        synchronisation_seconds,
+    let to_direct = |[synchronization_seconds, seconds_per_byte]: [f64; 2]| DirectCost {
+        synchronization_seconds,
         seconds_per_byte,
     };
     Ok(CostModel {
@@ -165,7 +165,7 @@ fn measure_direct(group: &Group) -> Result<DirectCost, CommError> {
         group.barrier().wait()?;
         quickest = quickest.min(start.elapsed().as_secs_f64());
     }
-    let synchronisation_seconds = quickest;
+    let synchronization_seconds = quickest;
     let mut buffer = group.buffer::<f32>(DIRECT_BYTES / size_of::<f32>())?;
     let mut quickest = f64::INFINITY;
     for _ in 0..=NUM_ROUNDS {
@@ -175,6 +175,6 @@ fn measure_direct(group: &Group) -> Result<DirectCost, CommError> {
     }
     let world_size = group.world_size() as f64;
     let bytes = 2.0 * DIRECT_BYTES as f64 * (world_size - 1.0) / world_size;
-    let seconds_per_byte = (quickest - 2.0 * synchronisation_seconds).max(SECONDS_MIN) / bytes;
-    Ok(DirectCost { synchronisation_seconds, seconds_per_byte })
+    let seconds_per_byte = (quickest - 2.0 * synchronization_seconds).max(SECONDS_MIN) / bytes;
+    Ok(DirectCost { synchronization_seconds, seconds_per_byte })
 }

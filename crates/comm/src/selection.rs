@@ -16,7 +16,7 @@ const TYPICAL_MEMORY: LinkCost = LinkCost { latency_seconds: 3e-6, seconds_per_b
 const TYPICAL_LOOPBACK: LinkCost = LinkCost { latency_seconds: 20e-6, seconds_per_byte: 1.0 / 2e9 };
 /// Cost of a 10 Gbit/s network.
 const TYPICAL_NETWORK: LinkCost = LinkCost { latency_seconds: 40e-6, seconds_per_byte: 1.0 / 1.2e9 };
-const TYPICAL_DIRECT: DirectCost = DirectCost { synchronisation_seconds: 3e-6, seconds_per_byte: 1.0 / 10e9 };
+const TYPICAL_DIRECT: DirectCost = DirectCost { synchronization_seconds: 3e-6, seconds_per_byte: 1.0 / 10e9 };
 /// Reduction or copy by one core.
 const TYPICAL_SECONDS_PER_BYTE: f64 = 1.0 / 10e9;
 

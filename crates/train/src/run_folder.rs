@@ -94,7 +94,7 @@ fn algorithm_choices(group: &Group) -> String {
         cost("messages across hosts", across.latency_seconds, across.seconds_per_byte);
     }
     if let Some(direct) = direct {
-        cost("shared memory", direct.synchronisation_seconds, direct.seconds_per_byte);
+        cost("shared memory", direct.synchronization_seconds, direct.seconds_per_byte);
     }
     text.push('\n');
     let mut row = |operation: &str, size: &str, elements: &str, algorithm: &str| {

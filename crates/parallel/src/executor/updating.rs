@@ -10,7 +10,7 @@ use super::hashes::ParameterHasher;
 use super::{Executor, Optimization};
 use crate::error::{ParallelError, Result};
 use crate::memory::{on_device, update_on_device};
-use crate::parameters::RoundingRun;
+use crate::parameters::round_part;
 use crate::step::StepPlan;
 use trireme_base::DType;
 use trireme_codec::CodecName;
@@ -98,19 +98,13 @@ impl Executor {
             }
             optimizer.step_unit(device, unit, values, sum.view(), settings, exchange)
         };
-        update_on_device(parameters.shard_mut(unit), &from, device, category, |mut shard| {
-            if shard.dtype() == DType::F32 {
-                return update_in_f32(shard);
-            }
+        update_on_device(parameters.shard_mut(unit), &from, device, category, |shard| {
+            let Some(runs) = rounding_runs else { return update_in_f32(shard) };
             let mut values = device.empty(shard.shape(), DType::F32, category)?;
             device.convert(shard.as_view(), values.view_mut());
             update_in_f32(values.view_mut())?;
             let seed = parameter_rounding_seed(unit, settings.step);
-            for RoundingRun { elements, position } in &*rounding_runs {
-                let (start, shape) = (elements.start, [elements.len()].into());
-                let rounded = shard.reborrow().into_part(start, shape);
-                device.round_stochastically(values.view().part(start, shape), seed, *position, rounded);
-            }
+            round_part(device, &runs, values.view(), seed, shard);
             Ok::<_, ParallelError>(())
         })?;
         drop(sum);

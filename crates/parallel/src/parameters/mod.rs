@@ -3,16 +3,19 @@
 mod gathered;
 mod quantized;
 mod replicated;
+mod rounding;
 mod secondary;
 
 pub(crate) use gathered::GatheredUnits;
 pub(crate) use quantized::slot_bytes;
 pub(crate) use replicated::ReplicatedParameters;
+pub(crate) use rounding::{RoundingRun, round_part};
 
 use crate::error::Result;
 use crate::layout::RankGrid;
 use crate::memory::WaitTracker;
 use crate::step::ExecutorOptions;
+use rounding::RoundingRuns;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
@@ -38,20 +41,9 @@ pub(crate) struct RankParameters {
     /// A copy of the tied unit that another pipeline rank updates and a unit of this rank reads, with the unit's index. The copy has the
     /// dtype in which operations read units.
     tied_copy: Option<(usize, Tensor)>,
-    /// For each parameter, its offset in the flat buffer of its unit in the full model. Empty if parameters are in f32.
-    full_offsets: Vec<usize>,
-    /// For each unit, the runs of the part that this rank updates. Empty if parameters are in f32.
-    rounding_runs: Vec<Arc<[RoundingRun]>>,
+    /// The runs by which updates are rounded; `None` if parameters are in f32.
+    rounding_runs: Option<RoundingRuns>,
     device: Device,
-}
-
-/// Elements of the part of a unit that a rank updates, which are adjacent in the full model, too.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct RoundingRun {
-    /// The elements within the part.
-    pub(crate) elements: Range<usize>,
-    /// Position of the first element in the unit's flat buffer in the full model, on which its random bits depend.
-    pub(crate) position: usize,
 }
 
 impl RankParameters {
@@ -96,50 +88,14 @@ impl RankParameters {
             let dtype = if updates_full_units { dtype } else { gathered_dtype };
             copy = Some((unit, device.empty(shape, dtype, Category::Parameters)?));
         }
-        let offsets = || table.full().parameters().iter().map(|info| info.offset).collect();
-        let full_offsets = if dtype == DType::Bf16 { offsets() } else { Vec::new() };
+        let rounding_runs = (dtype == DType::Bf16).then(|| RoundingRuns::new(table, &parts));
         let (table, device) = (Arc::clone(table), device.clone());
-        let rounding_runs = Vec::new();
-        let mut parameters = RankParameters {
-            table,
-            parts,
-            shards,
-            full_units,
-            tied_copy: copy,
-            full_offsets,
-            rounding_runs,
-            device,
-        };
-        let num_units = parameters.parts.len();
-        parameters.rounding_runs = (0..num_units).map(|unit| parameters.runs_of_part(unit)).collect();
-        Ok(parameters)
+        Ok(RankParameters { table, parts, shards, full_units, tied_copy: copy, rounding_runs, device })
     }
 
-    fn runs_of_part(&self, unit: usize) -> Arc<[RoundingRun]> {
-        let (table, part) = (&self.table, &self.parts[unit]);
-        let mut runs: Vec<RoundingRun> = Vec::new();
-        if self.full_offsets.is_empty() {
-            return runs.into();
-        }
-        for index in table.units()[unit].parameters.clone() {
-            let info = &table.parameters()[index];
-            let Some(held) = info.stored(part) else { continue };
-            let (first, position) =
-                (info.offset + held.start - part.start, self.full_offsets[index] + held.start);
-            let end = first + held.len();
-            match runs.last_mut() {
-                Some(last) if last.position + (first - last.elements.start) == position => {
-                    last.elements.end = end;
-                }
-                _ => runs.push(RoundingRun { elements: first..end, position }),
-            }
-        }
-        runs.into()
-    }
-
-    /// Returns the runs of this rank's part of a unit, for stochastic rounding. Does not allocate.
-    pub(crate) fn rounding_runs(&self, unit: usize) -> Arc<[RoundingRun]> {
-        Arc::clone(&self.rounding_runs[unit])
+    /// Returns the runs by which an update of this rank's part of a unit is rounded; `None` if parameters are in f32. Does not allocate.
+    pub(crate) fn rounding_runs(&self, unit: usize) -> Option<Arc<[RoundingRun]>> {
+        self.rounding_runs.as_ref().map(|runs| runs.of_unit(unit))
     }
 
     /// Sets the parameters of a rank that has all of them and does not train.
@@ -209,13 +165,15 @@ impl RankParameters {
     /// part; the full unit is allocated if this pipeline rank `holds` it, and has to be gathered before it is read.
     pub(crate) fn set_part(&mut self, unit: usize, part: Range<usize>, holds: bool) -> Result<()> {
         self.parts[unit] = part.clone();
+        if let Some(runs) = &mut self.rounding_runs {
+            runs.set_part(&self.table, unit, &part);
+        }
         if let Some(full_units) = &mut self.full_units {
             full_units.reset_unit(unit, holds)?;
         }
         if let Some(shards) = &mut self.shards {
             shards.set_part(unit, part)?;
         }
-        self.rounding_runs[unit] = self.runs_of_part(unit);
         Ok(())
     }
 

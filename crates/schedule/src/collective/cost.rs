@@ -29,16 +29,16 @@ impl LinkCost {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DirectCost {
     /// Seconds until all ranks of a host know that all ranks have arrived.
-    pub synchronisation_seconds: f64,
+    pub synchronization_seconds: f64,
     /// Seconds per byte that a rank reads or writes in the memory of other ranks, while all ranks do so.
     pub seconds_per_byte: f64,
 }
 
 impl DirectCost {
     /// Creates the cost from a synchronization time in microseconds and a bandwidth in GB/s (10^9 bytes per second).
-    pub fn of(synchronisation_microseconds: f64, gigabytes_per_second: f64) -> Self {
+    pub fn of(synchronization_microseconds: f64, gigabytes_per_second: f64) -> Self {
         DirectCost {
-            synchronisation_seconds: synchronisation_microseconds * 1e-6,
+            synchronization_seconds: synchronization_microseconds * 1e-6,
             seconds_per_byte: 1e-9 / gigabytes_per_second,
         }
     }
@@ -186,7 +186,7 @@ impl<'a> Predictor<'a> {
         }
         let whole = (collective.len * self.element_bytes) as f64;
         let own = whole / world_size as f64;
-        let (num_synchronisations, bytes) = direct_work(collective.kind, whole, own);
-        num_synchronisations * cost.synchronisation_seconds + bytes * cost.seconds_per_byte
+        let (num_synchronizations, bytes) = direct_work(collective.kind, whole, own);
+        num_synchronizations * cost.synchronization_seconds + bytes * cost.seconds_per_byte
     }
 }

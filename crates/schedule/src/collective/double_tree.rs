@@ -41,7 +41,7 @@ pub(super) fn all_reduce_by(num_chunks: usize, own: &RankContext, steps: &mut Ve
     // The chunk that passes an edge in a slot. Each pair of slots carries one chunk, and the edge starts in pair `delay`, counted from 0.
     let passing = |edge: &Edge, slot: usize, delay: usize| {
         let index = (slot / 2).checked_sub(delay).filter(|&index| index < num_chunks)?;
-        (slot % 2 == edge.colour).then(|| chunk(edge.tree, index))
+        (slot % 2 == edge.color).then(|| chunk(edge.tree, index))
     };
     let slots = || 0..2 * (num_chunks + height);
     for slot in slots() {
@@ -85,7 +85,7 @@ struct Edge {
     level: usize,
     /// The side of a reduction on which the parent's elements are. Elements of lower tree numbers are on the left.
     side_of_parent: Side,
-    colour: usize,
+    color: usize,
 }
 
 struct Edges {
@@ -160,25 +160,25 @@ impl Trees {
             parent: self.rank(tree, parent),
             level: number.trailing_zeros() as usize,
             side_of_parent: if number < parent { Side::Right } else { Side::Left },
-            colour: self.colour((tree, number)),
+            color: self.color((tree, number)),
         })
     }
 
     /// Returns the color of an edge, 0 or 1. The edges to a rank's two parents have different colors, and so have the edges to its two
     /// children. Each edge thus constrains at most two others, and colors alternate along the resulting chains and rings. In each chain or
     /// ring, the edge with the smallest pair of tree and number has color 0.
-    fn colour(&self, edge: (usize, usize)) -> usize {
+    fn color(&self, edge: (usize, usize)) -> usize {
         let mut lowest = (edge, 0);
         for first_end in [End::Child, End::Parent] {
-            let (mut at, mut end, mut colour) = (edge, first_end, 0);
+            let (mut at, mut end, mut color) = (edge, first_end, 0);
             while let Some(bound) = self.conflicting_edge(at, end) {
                 if bound == edge {
                     break;
                 }
                 at = bound;
                 end = if end == End::Child { End::Parent } else { End::Child };
-                colour = 1 - colour;
-                lowest = lowest.min((at, colour));
+                color = 1 - color;
+                lowest = lowest.min((at, color));
             }
         }
         lowest.1

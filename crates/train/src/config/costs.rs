@@ -74,7 +74,7 @@ mod tests {
         let costs = GivenCosts {
             within: None,
             across: Some(LinkCost { latency_seconds: 5.0 * 1e-6, seconds_per_byte: 1e-9 / 12.5 }),
-            direct: Some(DirectCost { synchronisation_seconds: 0.5 * 1e-6, seconds_per_byte: 1e-9 / 20.0 }),
+            direct: Some(DirectCost { synchronization_seconds: 0.5 * 1e-6, seconds_per_byte: 1e-9 / 20.0 }),
         };
         assert_eq!(whole.costs(), costs);
         let negative = read("within_hosts_latency_microseconds = -1").unwrap_err().to_string();

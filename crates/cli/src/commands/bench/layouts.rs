@@ -144,7 +144,7 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
     Ok(writeln!(Output, "{near} of {} within 10 %", compared.len())?)
 }
 
-/// Returns the overrides of `--set`, then those of the layout, then those that all runs share.
+/// Returns the overrides in the order in which they apply: `--set`, the layout, the overrides that all runs share.
 fn overrides(args: &LayoutsArgs, layout: &str, runs: &Path) -> Vec<String> {
     let common = [
         format!("run.folder={}", runs.display()),

@@ -200,7 +200,7 @@ impl SharedMemory {
 
     /// Returns when all members have arrived.
     pub(crate) fn barrier(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
-        self.post_and_synchronise(call, Post::STAGED, control)
+        self.post_and_synchronize(call, Post::STAGED, control)
     }
 
     /// Gathers a few bytes of every member on all members.
@@ -220,7 +220,7 @@ impl SharedMemory {
             std::ptr::copy_nonoverlapping(length.to_ne_bytes().as_ptr(), stage, HEAD_BYTES);
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), stage.add(HEAD_BYTES), bytes.len());
         }
-        self.post_and_synchronise(call, Post::STAGED, control)?;
+        self.post_and_synchronize(call, Post::STAGED, control)?;
         for member in self.others() {
             let mut length = [0; HEAD_BYTES];
             let head = self.areas[member].stage(stage_number, HEAD_BYTES);
@@ -255,7 +255,7 @@ impl SharedMemory {
         if len * dtype.size() <= self.short_bytes_max {
             return self.staged(call, operation, operands, control);
         }
-        self.post_and_synchronise(call, post_of(operation, &operands), control)?;
+        self.post_and_synchronize(call, post_of(operation, &operands), control)?;
         if !self.collect_views(call, operation)? {
             return self.staged(call, operation, operands, control);
         }
@@ -268,7 +268,7 @@ impl SharedMemory {
             }
             _ => self.pull_from_vectors(operation, operands, &mut control.call_statistics),
         }
-        self.synchronise(call, control)
+        self.synchronize(call, control)
     }
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
@@ -282,14 +282,14 @@ impl SharedMemory {
     }
 
     /// Posts the operation, waits until all members have posted theirs, and compares them.
-    fn post_and_synchronise(
+    fn post_and_synchronize(
         &mut self,
         call: &Call,
         post: Post,
         control: &mut Control,
     ) -> Result<(), CommError> {
         self.areas[self.own].board().post(self.num_barriers.wrapping_add(1), call, post);
-        self.synchronise(call, control)?;
+        self.synchronize(call, control)?;
         for member in 0..self.members.len() {
             let board = self.areas[member].board();
             self.posts[member] =
@@ -299,7 +299,7 @@ impl SharedMemory {
     }
 
     /// Waits until all members have arrived at the next barrier. Makes visible all memory that they wrote before.
-    fn synchronise(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
+    fn synchronize(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
         self.num_barriers = self.num_barriers.wrapping_add(1);
         self.areas[self.own].board().arrive(self.num_barriers);
         for member in self.others() {

@@ -55,7 +55,7 @@ impl SharedMemory {
             let (elements, stage_number) = (first..end.min(first + window_len), self.next_stage());
             let window = Window { operation, elements, stage_number, len_max: window_len };
             self.fill_stage(&window, &operands);
-            self.post_and_synchronise(call, Post::STAGED, control)?;
+            self.post_and_synchronize(call, Post::STAGED, control)?;
             let output = self.view_of_output(operation, operands.reborrow());
             for pull in pulls(operation, self.own, num_members, out_of_place) {
                 let part = match pull {
@@ -93,7 +93,7 @@ impl SharedMemory {
             let (elements, stage_number) = (first..len.min(first + window_len), self.next_stage());
             let window = Window { operation, elements, stage_number, len_max: window_len };
             self.fill_stage(&window, &operands);
-            self.post_and_synchronise(call, Post::STAGED, control)?;
+            self.post_and_synchronize(call, Post::STAGED, control)?;
             let output = self.view_of_output(operation, operands.reborrow());
             inputs.clear();
             inputs.extend((0..num_members).map(|member| self.view_of_stage(&window, member, Part::Full)));
@@ -110,7 +110,7 @@ impl SharedMemory {
                     std::ptr::copy_nonoverlapping(result.as_ptr(), output.bytes(&piece), result.len());
                 });
             }
-            self.synchronise(call, control)?;
+            self.synchronize(call, control)?;
             for member in self.others() {
                 let share = share(member);
                 let (from, to) = (inputs[member].bytes(&share), output.bytes(&share));

@@ -10,7 +10,7 @@ use FlatAlgorithm as A;
 const MODEL: CostModel = CostModel {
     within: LinkCost { latency_seconds: 5e-6, seconds_per_byte: 2e-10 },
     across: LinkCost { latency_seconds: 5e-5, seconds_per_byte: 8e-9 },
-    direct: Some(DirectCost { synchronisation_seconds: 2e-6, seconds_per_byte: 1e-10 }),
+    direct: Some(DirectCost { synchronization_seconds: 2e-6, seconds_per_byte: 1e-10 }),
     reduce_seconds_per_byte: 1e-10,
     copy_seconds_per_byte: 5e-11,
 };

@@ -106,8 +106,8 @@ impl<'a> Painter<'a> {
         for (pass, span) in self.schedule.ranks[rank].iter().zip(&self.timeline.ranks[rank]) {
             let (left, width) = (self.x(span.start), self.x(span.end) - self.x(span.start));
             let tip = format!("{pass}, {} {} to {}", self.unit, span.start, span.end);
-            let colour = self.colour(pass.kind, self.stage_indices[pass.stage]);
-            svg.rect((left, top), (width, ROW_HEIGHT), &colour, Some(&tip));
+            let color = self.color(pass.kind, self.stage_indices[pass.stage]);
+            svg.rect((left, top), (width, ROW_HEIGHT), &color, Some(&tip));
             let label = label_number(self.schedule, *pass);
             if label.len() as f64 * DIGIT_WIDTH < width {
                 push_text(svg, left + 2.0, top + 16.0, &label);
@@ -136,12 +136,12 @@ impl<'a> Painter<'a> {
             left += 40.0 + name.len() as f64 * DIGIT_WIDTH;
         };
         for kind in kinds(self.schedule) {
-            push(&self.colour(kind, 0), kind.words());
+            push(&self.color(kind, 0), kind.words());
         }
         push("url(#idle)", "idle");
         if self.stages_per_rank > 1 {
             push(
-                &self.colour(PassKind::Forward, self.stages_per_rank - 1),
+                &self.color(PassKind::Forward, self.stages_per_rank - 1),
                 "lighter: later stages of the rank",
             );
         }
@@ -152,8 +152,8 @@ impl<'a> Painter<'a> {
     }
 
     /// Returns the color of a kind, mixed with more white for later stages of the rank.
-    fn colour(&self, kind: PassKind, turn: usize) -> String {
-        let colour: [u64; 3] = match kind {
+    fn color(&self, kind: PassKind, turn: usize) -> String {
+        let color: [u64; 3] = match kind {
             PassKind::Forward => [86, 140, 214],
             PassKind::Backward => [92, 172, 96],
             PassKind::BackwardInput => [64, 176, 166],
@@ -161,7 +161,7 @@ impl<'a> Painter<'a> {
             PassKind::Update => [205, 92, 92],
         };
         let (turn, num_turns) = (turn as u64, self.stages_per_rank as u64);
-        let [red, green, blue] = colour.map(|part| part + (255 - part) * 3 * turn / (4 * num_turns));
+        let [red, green, blue] = color.map(|part| part + (255 - part) * 3 * turn / (4 * num_turns));
         format!("#{red:02x}{green:02x}{blue:02x}")
     }
 }

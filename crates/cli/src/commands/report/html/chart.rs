@@ -125,9 +125,8 @@ impl Chart {
 
     fn legend(&self) -> String {
         let mut html = "<ul class=\"legend\">".to_owned();
-        let mut push = |colour: &str, look: &str, name: &str| {
-            html +=
-                &format!("<li {colour}><span class=\"swatch {look}\"></span>{}</li>", escape_markup(name));
+        let mut push = |color: &str, look: &str, name: &str| {
+            html += &format!("<li {color}><span class=\"swatch {look}\"></span>{}</li>", escape_markup(name));
         };
         for curve in self.drawn() {
             push(&run_color_attributes(curve.run), curve.style.class(), &curve.name);
@@ -205,8 +204,8 @@ impl Frame {
         for point in points() {
             let _ = write!(data, "{} {:.4e} ", point.step, point.mean);
         }
-        let (colour, name) = (run_color_attributes(curve.run), escape_markup(&curve.name));
-        svg.begin_group(&format!("{colour} data-name=\"{name}\" data-points=\"{}\"", data.trim_end()));
+        let (color, name) = (run_color_attributes(curve.run), escape_markup(&curve.name));
+        svg.begin_group(&format!("{color} data-name=\"{name}\" data-points=\"{}\"", data.trim_end()));
         let has_dots = curve.style == CurveStyle::Dotted && points().count() <= DOTS_MAX;
         for part in &curve.points.parts {
             let places: Vec<(f64, f64)> =

@@ -48,8 +48,8 @@ const FACTS: [Fact; 16] = [
 pub(super) fn facts_table(runs: &[LoadedRun]) -> String {
     let mut html = "<div class=\"wide\"><table>\n<thead><tr><th></th>".to_owned();
     for (index, run) in runs.iter().enumerate() {
-        let colour = run_color_attributes(index);
-        html += &format!("<th {colour}><span class=\"swatch\"></span>{}</th>", escape_markup(&run.name));
+        let color = run_color_attributes(index);
+        html += &format!("<th {color}><span class=\"swatch\"></span>{}</th>", escape_markup(&run.name));
     }
     html += "</tr></thead>\n<tbody>\n";
     for (name, fact) in FACTS {

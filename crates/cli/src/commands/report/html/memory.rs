@@ -21,7 +21,7 @@ const GAP: f64 = 8.0;
 
 struct Bars<'a> {
     name: &'a str,
-    colour: String,
+    color: String,
     measured: MemoryPeakBytes,
     predicted: Option<MemoryPeakBytes>,
 }
@@ -31,7 +31,7 @@ pub(super) fn memory_chart<'a>(runs: &'a [LoadedRun]) -> Option<String> {
     let bars = |(index, run): (usize, &'a LoadedRun)| {
         let last = run.records.last();
         let (measured, predicted) = (last.memory_peak_bytes, last.memory_predicted_bytes);
-        Bars { name: &run.name, colour: run_color_attributes(index), measured, predicted }
+        Bars { name: &run.name, color: run_color_attributes(index), measured, predicted }
     };
     let bars: Vec<Bars<'a>> = runs.iter().enumerate().map(bars).collect();
     figure(&bars)
@@ -88,7 +88,7 @@ fn push_bars(svg: &mut Svg, scale: &Scale, run: &Bars<'_>, category: usize, top:
     let (name, measured) = of_category(run.measured);
     let tip = |what: &str, bytes: u64| format!("{}: {name}, {what} {}", run.name, Bytes(bytes));
     let size = |bytes: u64, height: f64| (scale.x(bytes) - LEFT, height);
-    svg.begin_group(&run.colour);
+    svg.begin_group(&run.color);
     svg.rect((LEFT, top), size(measured, MEASURED_HEIGHT), "currentColor", Some(&tip("measured", measured)));
     if let Some(predicted) = run.predicted.map(|peaks| of_category(peaks).1) {
         svg.begin_group("class=\"predicted\"");
@@ -103,8 +103,8 @@ fn push_bars(svg: &mut Svg, scale: &Scale, run: &Bars<'_>, category: usize, top:
 
 fn legend(runs: &[Bars<'_>]) -> String {
     let mut html = "<ul class=\"legend\">".to_owned();
-    for Bars { name, colour, .. } in runs {
-        html += &format!("<li {colour}><span class=\"swatch\"></span>{}</li>", escape_markup(name));
+    for Bars { name, color, .. } in runs {
+        html += &format!("<li {color}><span class=\"swatch\"></span>{}</li>", escape_markup(name));
     }
     html += "</ul><p class=\"note\">The highest on rank 0 until the last recorded step";
     if runs.iter().any(|run| run.predicted.is_some()) {
@@ -119,7 +119,7 @@ mod tests {
     use trireme_base::CategoryBytes;
 
     fn bars(measured: MemoryPeakBytes, predicted: Option<MemoryPeakBytes>) -> Bars<'static> {
-        Bars { name: "a & b", colour: run_color_attributes(0), measured, predicted }
+        Bars { name: "a & b", color: run_color_attributes(0), measured, predicted }
     }
 
     #[test]

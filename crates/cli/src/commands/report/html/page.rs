@@ -52,9 +52,9 @@ fn drawings(runs: &[LoadedRun]) -> String {
             Some(TraceDrawing::Svg(svg)) => format!("<div class=\"drawing\">{svg}</div>"),
             Some(TraceDrawing::Missing(why)) => format!("<p class=\"note\">{}</p>", escape_markup(why)),
         };
-        let (colour, name) = (run_color_attributes(index), escape_markup(&run.name));
+        let (color, name) = (run_color_attributes(index), escape_markup(&run.name));
         let times = run.breakdown.as_ref().map_or_else(String::new, times_table);
-        html += &format!("<h3 {colour}><span class=\"swatch\"></span>{name}</h3>\n{content}\n{times}");
+        html += &format!("<h3 {color}><span class=\"swatch\"></span>{name}</h3>\n{content}\n{times}");
     }
     if html.is_empty() { html } else { format!("<h2>The last traced step</h2>\n{html}") }
 }

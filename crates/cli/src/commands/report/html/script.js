@@ -10,7 +10,7 @@ for (const chart of document.querySelectorAll("svg.chart[data-last-step]")) {
     for (let index = 0; index < numbers.length; index += 2) {
       points.push({ step: numbers[index], value: numbers[index + 1] });
     }
-    return { name: group.dataset.name, colour: group.getAttribute("style"), points };
+    return { name: group.dataset.name, color: group.getAttribute("style"), points };
   });
 
   const cursor = document.createElementNS(chart.namespaceURI, "line");
@@ -28,11 +28,11 @@ for (const chart of document.querySelectorAll("svg.chart[data-last-step]")) {
   const nearest = (points, step) =>
     points.reduce((best, point) => (Math.abs(point.step - step) < Math.abs(best.step - step) ? point : best));
 
-  const line = (text, colour) => {
+  const line = (text, color) => {
     const row = document.createElement("div");
-    if (colour !== null) {
+    if (color !== null) {
       row.className = "run";
-      row.setAttribute("style", colour);
+      row.setAttribute("style", color);
       const swatch = document.createElement("span");
       swatch.className = "swatch";
       row.append(swatch);
@@ -50,7 +50,7 @@ for (const chart of document.querySelectorAll("svg.chart[data-last-step]")) {
     const rows = curves.map((curve, index) => {
       const point = all[index];
       const at = point.step === step ? "" : ` at step ${point.step}`;
-      return line(`${curve.name}: ${Number(point.value.toPrecision(5))}${at}`, curve.colour);
+      return line(`${curve.name}: ${Number(point.value.toPrecision(5))}${at}`, curve.color);
     });
     tip.replaceChildren(line(`step ${step}`, null), ...rows);
     tip.hidden = false;

@@ -34,16 +34,16 @@ fn wait(board: &Board, barrier: u32) {
     while !board.has_arrived(barrier) && !board.sleep_once(barrier).expect("sleep") {}
 }
 
-/// Posts an operation and waits for all members, like `SharedMemory::post_and_synchronise`.
-fn post_and_synchronise(own: usize, areas: &[Area], barrier: u32, sequence: u64) {
+/// Posts an operation and waits for all members, like `SharedMemory::post_and_synchronize`.
+fn post_and_synchronize(own: usize, areas: &[Area], barrier: u32, sequence: u64) {
     areas[own].board.post(barrier, &call(sequence), Post::STAGED);
-    synchronise(own, areas, barrier);
+    synchronize(own, areas, barrier);
     for (member, area) in areas.iter().enumerate() {
         area.board.read(barrier, &call(sequence), Rank(own), Rank(member)).expect("the peer's post");
     }
 }
 
-fn synchronise(own: usize, areas: &[Area], barrier: u32) {
+fn synchronize(own: usize, areas: &[Area], barrier: u32) {
     areas[own].board.arrive(barrier);
     for (_, area) in areas.iter().enumerate().filter(|(member, _)| *member != own) {
         wait(&area.board, barrier);
@@ -69,7 +69,7 @@ fn loom_one_barrier_separates_the_stages_of_operations() {
         run_ranks::<2>(|own, areas| {
             for turn in 1..=3 {
                 areas[own].stages[turn % 2].set(turn as u32);
-                post_and_synchronise(own, areas, turn as u32, turn as u64);
+                post_and_synchronize(own, areas, turn as u32, turn as u64);
                 assert_eq!(areas[1 - own].stages[turn % 2].get(), turn as u32);
             }
         });
@@ -83,10 +83,10 @@ fn loom_two_barriers_protect_vectors_that_peers_write_to() {
         run_ranks::<2>(|own, areas| {
             for step in 1..=2 {
                 areas[own].vector.iter().for_each(|element| element.set(step));
-                post_and_synchronise(own, areas, 2 * step - 1, step.into());
+                post_and_synchronize(own, areas, 2 * step - 1, step.into());
                 let sum: u32 = areas.iter().map(|area| area.vector[own].get()).sum();
                 areas.iter().for_each(|area| area.vector[own].set(sum));
-                synchronise(own, areas, 2 * step);
+                synchronize(own, areas, 2 * step);
                 areas[own].vector.iter().for_each(|element| assert_eq!(element.get(), 2 * step));
             }
         });
@@ -110,11 +110,11 @@ fn loom_all_sleepers_of_a_board_are_woken() {
 }
 
 #[test]
-fn loom_three_ranks_synchronise() {
+fn loom_three_ranks_synchronize() {
     explore(3, || {
         run_ranks::<3>(|own, areas| {
             areas[own].stages[1].set(own as u32);
-            post_and_synchronise(own, areas, 1, 1);
+            post_and_synchronize(own, areas, 1, 1);
             let all = areas.iter().map(|area| area.stages[1].get());
             assert!(all.eq(0..3));
         });

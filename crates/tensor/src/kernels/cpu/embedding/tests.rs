@@ -30,8 +30,8 @@ const fn case(vocabulary: usize, cols: usize, sequences: usize, seq_len: usize) 
     Case { vocabulary, cols, sequences, seq_len, first_position: 0 }
 }
 
-/// Small cases first: a table of one row, which receives all gradients; widths around those of registers and tasks; more positions than
-/// one task has.
+/// Small cases first: a table of one row, which receives all gradients; widths near the width of a register and of a task; more positions
+/// than one task has.
 const CASES: [Case; 9] = [
     case(1, 1, 1, 1),
     case(3, 15, 2, 3),

@@ -69,10 +69,10 @@ impl<T: Element> Inputs<T> {
             let mut y = narrow::<T>(&vec![f32::NAN; rows * cols]);
             let mut statistics = vec![f32::NAN; rows * NUM_STATISTICS];
             cpu.norm(x, weight, is_centered.then_some(&self.bias[..]), kind, &mut y, &mut statistics);
-            let normalised = NormedRows { x, weight, statistics: &statistics[..] };
+            let normalized = NormedRows { x, weight, statistics: &statistics[..] };
             let (mut dx, mut dx_added) = (vec![f32::NAN; rows * cols], vec![BEFORE; rows * cols]);
-            cpu.norm_backward_input(normalised, kind, dy, &mut dx, false);
-            cpu.norm_backward_input(normalised, kind, dy, &mut dx_added, true);
+            cpu.norm_backward_input(normalized, kind, dy, &mut dx, false);
+            cpu.norm_backward_input(normalized, kind, dy, &mut dx_added, true);
             let (mut d_weight, mut d_weight_added) = (vec![f32::NAN; cols], vec![BEFORE; cols]);
             cpu.norm_backward_weight(x, dy, &statistics, &mut d_weight, false);
             cpu.norm_backward_weight(x, dy, &statistics, &mut d_weight_added, true);
@@ -89,9 +89,9 @@ struct Row {
 }
 
 impl Row {
-    fn new(x: &[f64], centred: bool) -> Self {
+    fn new(x: &[f64], centered: bool) -> Self {
         let count = x.len() as f64;
-        let mean = if centred { x.iter().sum::<f64>() / count } else { 0.0 };
+        let mean = if centered { x.iter().sum::<f64>() / count } else { 0.0 };
         let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / count;
         Row { x: x.to_vec(), mean, scale: 1.0 / (variance + f64::from(EPSILON)).sqrt() }
     }
@@ -168,9 +168,9 @@ fn check<T: Element>(case: Case) {
 }
 
 /// Returns central differences of `sum(dy y)`. Steps are small relative to the scale of the row.
-fn input_gradient(row: &Row, weight: &[f64], dy: &[f64], centred: bool) -> Vec<Exact> {
+fn input_gradient(row: &Row, weight: &[f64], dy: &[f64], centered: bool) -> Vec<Exact> {
     let loss = |x: &[f64]| {
-        let row = Row::new(x, centred);
+        let row = Row::new(x, centered);
         (0..dy.len()).map(|col| dy[col] * row.normalized(col) * weight[col]).sum::<f64>()
     };
     let values = slopes(&row.x, 1e-4 / row.scale, loss);
@@ -209,8 +209,8 @@ proptest! {
 
 #[test]
 fn non_finite_values_reach_dependent_values_only() {
-    fn check<T: Element>(centred: bool, value: f32) {
-        let case = plain(4, 21, centred);
+    fn check<T: Element>(centered: bool, value: f32) {
+        let case = plain(4, 21, centered);
         let (row, col) = (2, 17);
         let place = row * case.cols + col;
         let clean = Inputs::<T>::new(case).run();
@@ -225,7 +225,7 @@ fn non_finite_values_reach_dependent_values_only() {
 
         let [y, statistics, dx, dx_added, d_weight, _] = spoilt(&|inputs| inputs.x[place] = value);
         // In RMS normalization, an infinite element makes the scale 0, so that all others become zero.
-        if centred || value.is_nan() {
+        if centered || value.is_nan() {
             assert_eq!(not_finite(&clean[0], &y), whole_row);
         } else {
             assert!(y[place].is_nan() && whole_row.iter().all(|&index| index == place || y[index] == 0.0));
@@ -242,7 +242,7 @@ fn non_finite_values_reach_dependent_values_only() {
         assert_eq!(not_finite(&clean[0], &found[0]), in_column);
         assert_eq!(not_finite(&clean[2], &found[2]), all(case.rows * case.cols));
         assert_eq!((&clean[1], &clean[4]), (&found[1], &found[4]));
-        if centred {
+        if centered {
             assert_eq!(not_finite(&clean[0], &spoilt(&|inputs| inputs.bias[col] = value)[0]), in_column);
         }
 
@@ -256,16 +256,16 @@ fn non_finite_values_reach_dependent_values_only() {
         }
     }
     for dtype in DTYPES {
-        for centred in [true, false] {
+        for centered in [true, false] {
             for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                with_element!(dtype => |T| check::<T>(centred, value));
+                with_element!(dtype => |T| check::<T>(centered, value));
             }
         }
     }
 }
 
 #[test]
-fn a_row_whose_squares_overflow_is_normalised_to_zero() {
+fn a_row_whose_squares_overflow_is_normalized_to_zero() {
     let case = Case { deviation: 1e30, ..plain(2, 5, false) };
     let [y, _, dx, ..] = Inputs::<f32>::new(case).run();
     assert!(y.iter().chain(&dx).all(|&value| value == 0.0), "{y:?} {dx:?}");

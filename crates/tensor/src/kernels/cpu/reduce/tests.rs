@@ -10,7 +10,7 @@ use trireme_base::{Bf16, F16};
 /// Values of a destination before they are accumulated.
 const BEFORE: f32 = 0.5;
 
-/// Rows and columns: none and one; widths around those of registers and tasks; rows around the number per block.
+/// Rows and columns: none and one; widths near the width of a register and of a task; rows around the number per block.
 const SHAPES: [(usize, usize); 13] = [
     (1, 1),
     (0, 3),
