@@ -288,7 +288,7 @@ fn element_types(run: &str) -> Vec<&'static str> {
     let has = |parts: &[&str]| parts.iter().any(|part| run.contains(part));
     let kinds = [
         ("f32", has(&[".f32s(", "optional_f32s(", "with_element!", ".floats("])),
-        ("bf16", has(&["with_element!", ".floats("])),
+        ("bf16", has(&["with_element!", ".floats(", ".elements::<Bf16>("])),
         ("f16", has(&["with_element!", ".floats("])),
         ("f64", has(&[".f64s("])),
         ("u32", has(&[".u32s("])),

@@ -209,7 +209,7 @@ impl Config {
             if parallelism.is_asynchronous() { parallelism.pipeline_parallel_drain_interval } else { 1 };
         let steps = training.epochs * num_samples as f64 / training.global_batch_size as f64;
         let steps = steps.ceil() as u64;
-        // Numbers so close to the largest one that rounding overflows are never reached.
+        // No run reaches a number of steps that is too large to be rounded up.
         (training.epochs > 0.0).then(|| steps.checked_next_multiple_of(multiple).unwrap_or(steps))
     }
 

@@ -1,6 +1,7 @@
 use super::Cpu;
 use crate::kernels::call::ElementwiseCall;
 use crate::kernels::cpu::element::with_element;
+use trireme_base::Bf16;
 
 impl Cpu {
     pub(super) fn run_elementwise(&self, call: ElementwiseCall) {
@@ -12,7 +13,7 @@ impl Cpu {
                 }));
             }
             ElementwiseCall::RoundStochastically { x, seed, position, mut y } => {
-                self.round_stochastically(x.f32s(self), seed, position, y.elements(self));
+                self.round_stochastically(x.f32s(self), seed, position, y.elements::<Bf16>(self));
             }
             ElementwiseCall::Copy { x, mut y } => y.bytes(self).copy_from_slice(x.bytes(self)),
             ElementwiseCall::Activate { x, mut y, activation } => with_element!(x.dtype() => |T| {
