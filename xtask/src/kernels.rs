@@ -23,7 +23,7 @@ const RUN: &str = "crates/tensor/src/kernels/cpu/run";
 const SUITES: [&str; 2] = ["conformance", "operations"];
 
 /// Names of the backends in traces.
-const BACKENDS: [&str; 2] = ["cpu", "detached"];
+const BACKENDS: [&str; 3] = ["cpu", "detached", "cuda"];
 
 /// Kernels that measure a machine and contribute to no result.
 const MEASUREMENT_KERNELS: [&str; 1] = ["stream"];

@@ -39,17 +39,20 @@ impl Event {
     /// # Panics
     /// If something that was issued before the event has failed. The message is the cause.
     pub fn wait(&self) {
-        let Some(completer) = &self.0 else { return };
+        self.outcome().unwrap_or_else(|cause| panic!("{cause}"));
+    }
+
+    /// Blocks until the event is done or has failed, like [`wait`](Event::wait).
+    ///
+    /// # Errors
+    /// Returns the cause if something that was issued before the event has failed.
+    pub fn outcome(&self) -> Result<(), String> {
+        let Some(completer) = &self.0 else { return Ok(()) };
         self.demand();
         let mut state = completer.lock();
         loop {
             match &state.outcome {
-                Some(Ok(())) => return,
-                Some(Err(cause)) => {
-                    let cause = cause.clone();
-                    drop(state);
-                    panic!("{cause}");
-                }
+                Some(outcome) => return outcome.clone(),
                 None => state = completer.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         }

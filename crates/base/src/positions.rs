@@ -76,6 +76,12 @@ impl Positions {
         Positions { first, first_len: len, second: first.saturating_add(len), len }
     }
 
+    /// Returns the first position and the number of positions of the first run, the first position of the second, and the number of
+    /// positions.
+    pub fn to_array(self) -> [usize; 4] {
+        [self.first, self.first_len, self.second, self.len]
+    }
+
     /// Returns a rank's positions of a sequence of `len` positions in the zig-zag layout, which balances the work of causal attention.
     ///
     /// The sequence is split into twice as many equal parts as there are ranks. Rank `i` holds part `i` from the front and part `i` from

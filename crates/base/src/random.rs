@@ -22,6 +22,11 @@ impl RandomKey {
         RandomKey { key: [seed as u32, (seed >> 32) as u32], stream }
     }
 
+    /// Returns the key of Philox and the stream, for code that computes the words elsewhere.
+    pub fn parts(self) -> ([u32; 2], u64) {
+        (self.key, self.stream)
+    }
+
     /// Returns the four random words at position `counter` of the stream.
     pub fn words(self, counter: u64) -> [u32; 4] {
         let mut c = [counter as u32, (counter >> 32) as u32, self.stream as u32, (self.stream >> 32) as u32];

@@ -30,6 +30,9 @@ mod timing;
 mod transfer;
 
 pub use crate::kernels::backend::WaitSite;
+pub use crate::kernels::cuda::{
+    CudaError, CudaFolders, CudaInstallation, CudaOptions, FoundLibrary, LIBRARY_VARIABLE,
+};
 pub use crate::memory::PageSource;
 pub(crate) use attention::CacheViews;
 pub use detached::DetachedOptions;
@@ -48,6 +51,7 @@ use crate::kernels::call::{Call, Function, FunctionCall};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{ALIGNMENT, Arena};
 use crate::kernels::cpu::threads::ThreadPool;
+use crate::kernels::cuda::Cuda;
 use crate::kernels::{ExecutionUnit, Operand, OperandMut, SimdLevel};
 use crate::lent_memory::OverflowAllocator;
 use crate::memory::MemoryCounter;
@@ -83,6 +87,8 @@ pub enum BackendKind {
     Cpu,
     /// A CPU that behaves like an accelerator: kernels run asynchronously, and the host cannot access its memory.
     Detached(DetachedOptions),
+    /// An NVIDIA GPU. Kernels run asynchronously, in memory that the host cannot access.
+    Cuda(CudaOptions),
 }
 
 /// Hardware that owns memory and runs kernels. Cheap to clone.
@@ -135,6 +141,13 @@ impl Device {
                 let arena = Arena::detached(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
                 let own = processor()?.within(Arc::clone(arena.mapping()));
                 let backend: Arc<dyn Backend> = Arc::new(Detached::start(own, detached).map_err(refused)?);
+                arena.set_backend(&backend);
+                Ok(Self::new(backend, cpu, options, arena, counter))
+            }
+            BackendKind::Cuda(cuda) => {
+                let (own, addresses) = Cuda::open(cuda, Arc::clone(&cpu))?;
+                let (backend, arena) =
+                    (Arc::new(own) as Arc<dyn Backend>, Arena::gpu(addresses, Arc::clone(&counter)));
                 arena.set_backend(&backend);
                 Ok(Self::new(backend, cpu, options, arena, counter))
             }

@@ -1,6 +1,6 @@
 //! Checks operations and their gradients against a reference in f64.
 
-use crate::TracedDevice;
+use crate::{TracedDevice, fake_gpu};
 use std::sync::Arc;
 use trireme_base::{DType, RandomKey};
 use trireme_tensor::tape::{Recorder, Recording, Scale};
@@ -119,6 +119,13 @@ struct Outputs {
     parameter_grads: Vec<f32>,
 }
 
+/// Results of the reference.
+struct Expected {
+    output: Vec<f64>,
+    input_grads: Vec<Option<Vec<f64>>>,
+    parameter_grads: Vec<f64>,
+}
+
 /// A sink for the gradients of one unit. Its memory holds NaN until gradients are written, or an initial value that they are added to.
 struct Grads {
     flat: Parameters,
@@ -150,61 +157,88 @@ impl GradSink for Grads {
 impl GradientCheck<'_> {
     /// Compares the output, and the gradient of every element of every input and parameter, with the reference and its central differences.
     /// Checks that the bits do not depend on whether backward runs as two separate halves, on the number of threads, on whether an
-    /// operation may overwrite its inputs, or on the backend. Checks that gradients of parameters can be written, or added to other values.
+    /// operation may overwrite its inputs, or on whether the processor is detached. Checks that gradients of parameters can be written, or
+    /// added to other values. Compares a GPU with the reference as well.
     ///
     /// # Panics
     /// If a value differs by more than the rounding of the precision explains, or if bits differ.
     pub fn check(&self) {
         let plain = RunVariant::default();
-        let found = self.compute(plain);
-        for variant in [
+        let variants = [
             RunVariant { splits_backward: true, ..plain },
             RunVariant { num_threads: 3, ..plain },
             RunVariant { overwrites_inputs: true, ..plain },
             RunVariant { overwrites_inputs: true, splits_backward: true, ..plain },
             RunVariant { backend: detached(0), ..plain },
             RunVariant { backend: detached(1), num_threads: 2, overwrites_inputs: true, ..plain },
-        ] {
+        ];
+        let found = self.same_outputs(plain, &variants);
+        let expected = self.expected(found.is_loss);
+        self.compare(&found, &expected, plain);
+        let Some(backend) = fake_gpu() else { return };
+        let plain = RunVariant { backend, ..plain };
+        let variants = [RunVariant { splits_backward: true, overwrites_inputs: true, ..plain }];
+        self.compare(&self.same_outputs(plain, &variants), &expected, plain);
+    }
+
+    /// Returns the outputs of a variant. Asserts that the others have the same bits.
+    fn same_outputs(&self, plain: RunVariant, variants: &[RunVariant]) -> Outputs {
+        let found = self.compute(plain);
+        for &variant in variants {
             assert_eq!(found, self.compute(variant), "{}: {variant:?}", self.name);
         }
-        let added = self.compute(RunVariant { initial_grad: Some(1.0), ..plain });
+        found
+    }
+
+    /// Computes the output of the reference, and gradients as its central differences.
+    fn expected(&self, is_loss: bool) -> Expected {
+        let mut inputs: Vec<Vec<f64>> = self.inputs.iter().map(|input| self.values(input)).collect();
+        let mut parameters = self.parameter_values();
+        let output = (self.reference)(&inputs, &parameters);
+        let cotangent = if is_loss { vec![1.0] } else { self.cotangent(output.len()) };
+        let loss = |inputs: &[Vec<f64>], parameters: &[f64]| -> f64 {
+            let output = (self.reference)(inputs, parameters);
+            output.iter().zip(&cotangent).map(|(y, c)| y * c).sum()
+        };
+        let mut input_grads = Vec::new();
+        for (index, input) in self.inputs.iter().enumerate() {
+            let mut values = inputs[index].clone();
+            input_grads.push(input.requires_grad.then(|| {
+                differences(&mut values, |values| {
+                    inputs[index].copy_from_slice(values);
+                    loss(&inputs, &parameters)
+                })
+            }));
+            inputs[index] = values;
+        }
+        let mut values = parameters.clone();
+        let parameter_grads = differences(&mut values, |values| {
+            parameters.copy_from_slice(values);
+            loss(&inputs, &parameters)
+        });
+        Expected { output, input_grads, parameter_grads }
+    }
+
+    /// Compares what a variant has computed with the reference. Also adds the gradients of parameters to other values.
+    fn compare(&self, found: &Outputs, expected: &Expected, plain: RunVariant) {
         let tolerance = match self.precision {
             Precision::F32 => 2e-6,
             Precision::F16 => 4e-3,
             Precision::Bf16 => 3e-2,
         };
         let compare = |found: &[f32], expected: &[f64], what: &str| {
-            compare(found, expected, tolerance, &format!("{}: {what}", self.name));
+            compare(found, expected, tolerance, &format!("{}: {plain:?}: {what}", self.name));
         };
-        let mut inputs: Vec<Vec<f64>> = self.inputs.iter().map(|input| self.values(input)).collect();
-        let mut parameters = self.parameter_values();
-        let expected = (self.reference)(&inputs, &parameters);
-        compare(&found.output, &expected, "output");
-        let cotangent = if found.is_loss { vec![1.0] } else { self.cotangent(expected.len()) };
-        let loss = |inputs: &[Vec<f64>], parameters: &[f64]| -> f64 {
-            let output = (self.reference)(inputs, parameters);
-            output.iter().zip(&cotangent).map(|(y, c)| y * c).sum()
-        };
-        for (index, grads) in found.input_grads.iter().enumerate() {
-            let Some(grads) = grads else {
-                assert!(!self.inputs[index].requires_grad, "{}: input {index} got no gradient", self.name);
-                continue;
-            };
-            let mut values = inputs[index].clone();
-            let expected = differences(&mut values, |values| {
-                inputs[index].copy_from_slice(values);
-                loss(&inputs, &parameters)
-            });
-            inputs[index] = values;
-            compare(grads, &expected, &format!("gradient of input {index}"));
+        compare(&found.output, &expected.output, "output");
+        for (index, (found, expected)) in found.input_grads.iter().zip(&expected.input_grads).enumerate() {
+            assert_eq!(found.is_some(), expected.is_some(), "{}: gradient of input {index}", self.name);
+            if let (Some(found), Some(expected)) = (found, expected) {
+                compare(found, expected, &format!("gradient of input {index}"));
+            }
         }
-        let mut values = parameters.clone();
-        let mut expected = differences(&mut values, |values| {
-            parameters.copy_from_slice(values);
-            loss(&inputs, &parameters)
-        });
-        compare(&found.parameter_grads, &expected, "gradient of the parameters");
-        expected.iter_mut().for_each(|grad| *grad += 1.0);
+        compare(&found.parameter_grads, &expected.parameter_grads, "gradient of the parameters");
+        let added = self.compute(RunVariant { initial_grad: Some(1.0), ..plain });
+        let expected: Vec<f64> = expected.parameter_grads.iter().map(|grad| grad + 1.0).collect();
         compare(&added.parameter_grads, &expected, "gradient of the parameters, added to 1");
     }
 

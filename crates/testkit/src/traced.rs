@@ -73,6 +73,7 @@ fn file_name(backend: BackendKind) -> String {
     let backend = match backend {
         BackendKind::Cpu => "cpu",
         BackendKind::Detached(_) => "detached",
+        BackendKind::Cuda(_) => "cuda",
     };
     format!("{suite}.{module}.{backend}")
 }

@@ -4,8 +4,8 @@ use super::rust_text::{Line, RustFile, contains_word};
 /// Crates whose functions depend on nothing but their arguments.
 const PURE_CRATES: [&str; 4] = ["codec", "plan", "planner", "schedule"];
 
-/// Crates that print. `testkit` reports skipped tests.
-const COMMAND_CRATES: [&str; 3] = ["cli", "testkit", "xtask"];
+/// Crates that print. `testkit` reports skipped tests, and `fake_cuda` the cause of an error that CUDA reports as a number.
+const COMMAND_CRATES: [&str; 4] = ["cli", "fake_cuda", "testkit", "xtask"];
 
 /// Crates that know the config.
 const CONFIG_CRATES: [&str; 3] = ["cli", "testkit", "train"];

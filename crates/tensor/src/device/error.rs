@@ -1,4 +1,5 @@
 use crate::kernels::cpu::threads::ThreadPool;
+use crate::kernels::cuda::CudaError;
 use crate::memory::OverBudget;
 use crate::shape::Shape;
 use trireme_base::{Category, DType};
@@ -31,6 +32,9 @@ pub enum DeviceError {
          batches, shorter sequences or a smaller model"
     )]
     Unaddressable { shape: Shape, dtype: DType, category: Category },
+    /// A GPU cannot be used.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// No memory is left.
     #[error("{0}")]
     OutOfMemory(String),

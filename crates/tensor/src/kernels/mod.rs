@@ -4,6 +4,7 @@
 pub(crate) mod backend;
 pub(crate) mod call;
 pub(crate) mod cpu;
+pub(crate) mod cuda;
 mod operand;
 
 pub(crate) use cpu::SharedSlice;

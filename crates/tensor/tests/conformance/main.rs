@@ -25,6 +25,7 @@ pub(crate) fn device_options() -> Vec<DeviceOptions> {
     [with(1, BackendKind::Cpu), with(3, BackendKind::Cpu), with(2, detached(8))]
         .into_iter()
         .chain(seeds)
+        .chain(trireme_testkit::fake_gpu().map(|gpu| with(1, gpu)))
         .collect()
 }
 

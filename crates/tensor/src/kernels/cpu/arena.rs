@@ -11,6 +11,7 @@ use crate::device::{DeviceError, Result};
 use crate::kernels::backend::Backend;
 use crate::kernels::cpu::free_list::FreeList;
 use crate::kernels::cpu::mapping::Mapping;
+use crate::kernels::cuda::DeviceAddresses;
 use crate::kernels::{Operand, OperandMut};
 use crate::lent_memory::{LentMemory, OverflowAllocator};
 use crate::memory::{MemoryCounter, PageSource, describe};
@@ -25,11 +26,11 @@ pub(crate) const ALIGNMENT: usize = 64;
 /// A range of memory that is allocated in blocks.
 #[derive(Debug)]
 pub(crate) struct Arena {
+    /// The backend whose kernels and copies may still use freed memory. Dropped before the memory.
+    backend: OnceLock<Arc<dyn Backend>>,
     memory: Arc<Mapping>,
     state: Mutex<ArenaState>,
     counter: Arc<MemoryCounter>,
-    /// The backend whose kernels and copies may still use freed memory.
-    backend: OnceLock<Arc<dyn Backend>>,
     /// The overflow allocator, with the bytes of the budget that activations must leave free.
     overflow: OnceLock<(Arc<dyn OverflowAllocator>, usize)>,
 }
@@ -52,6 +53,11 @@ impl Arena {
     /// [`set_backend`](Arena::set_backend) before memory is reused.
     pub(crate) fn detached(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
         Ok(Self::accessible(Mapping::detached()?, counter))
+    }
+
+    /// Creates the arena of a GPU. Call [`set_backend`](Arena::set_backend) before memory is reused.
+    pub(crate) fn gpu(addresses: DeviceAddresses, counter: Arc<MemoryCounter>) -> Self {
+        Self::new(Mapping::gpu(addresses), 0, counter)
     }
 
     /// Creates the arena of a counting device. Its blocks may exceed the machine's memory.
@@ -121,9 +127,14 @@ impl Arena {
 
     /// Returns the error of a request that the system refuses: the process may have no more memory, the host's pool of huge pages is
     /// exhausted, the control group is at its limit, or the kernel is too old to populate pages.
-    fn refused(&self, len: usize, category: Category, source: rustix::io::Errno) -> DeviceError {
+    fn refused(&self, len: usize, category: Category, source: std::io::Error) -> DeviceError {
         let (requested, in_use) = (Bytes(len as u64), describe(&self.counter.in_use()));
-        let source = std::io::Error::from(source);
+        if self.memory.is_detached() {
+            return DeviceError::OutOfMemory(format!(
+                "out of memory: the GPU has no {requested} left for {category} ({in_use}): {source}; use smaller batches or shorter sequences, \
+                 shard state over more GPUs, or see whether another program uses this one"
+            ));
+        }
         match self.memory.page_source() {
             PageSource::Transparent => DeviceError::OutOfMemory(format!(
                 "out of memory: the system refuses {requested} for {category} ({in_use}): {source}; if the machine has as much, see whether \
@@ -180,7 +191,7 @@ impl Arena {
     }
 
     /// Makes the bytes before `end` accessible.
-    fn make_accessible(&self, blocks: &mut ArenaState, end: usize) -> rustix::io::Result<()> {
+    fn make_accessible(&self, blocks: &mut ArenaState, end: usize) -> std::io::Result<()> {
         if end <= blocks.accessible {
             return Ok(());
         }

@@ -32,10 +32,14 @@ pub(crate) struct RandomWordRows {
     pub(crate) stride: usize,
 }
 
+/// Returns the random word below which an element is dropped, and the factor of the others.
+pub(crate) fn threshold_and_scale(rate: f32) -> (u32, f32) {
+    ((f64::from(rate) * 2.0_f64.powi(32)) as u32, 1.0 / (1.0 - rate))
+}
+
 impl Cpu {
     pub(crate) fn dropout<T: Element>(&self, x: &mut [T], key: RandomKey, words: RandomWordRows, rate: f32) {
-        let threshold = (f64::from(rate) * 2.0_f64.powi(32)) as u32;
-        let scale = 1.0 / (1.0 - rate);
+        let (threshold, scale) = threshold_and_scale(rate);
         // Rows without gaps between their words are treated as a single sequence of words.
         let (row_len, stride) = if words.len == words.stride { (1, 1) } else { (words.len, words.stride) };
         let num_rows = x.len() / row_len.max(1);

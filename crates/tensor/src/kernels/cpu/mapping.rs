@@ -1,5 +1,6 @@
 //! Reserved address ranges and the pages behind them.
 
+use crate::kernels::cuda::DeviceAddresses;
 use crate::memory::PageSource;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{
@@ -30,9 +31,19 @@ const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     num_bytes: usize,
-    /// Address at which kernels access the same memory, if the host cannot access it.
-    detached: Option<NonNull<u8>>,
+    access: HostAccess,
     page_source: PageSource,
+}
+
+/// Whether the host can access memory, and how kernels do.
+#[derive(Debug)]
+enum HostAccess {
+    /// The host and kernels access the same addresses.
+    Shared,
+    /// The host cannot access the memory. Kernels access it at other addresses, which start here.
+    Detached(NonNull<u8>),
+    /// The memory is that of a GPU.
+    Gpu(DeviceAddresses),
 }
 
 // SAFETY: a mapping only holds addresses. Memory is accessed only through blocks, which do not overlap; see `Operand` for kernels.
@@ -64,7 +75,7 @@ impl Mapping {
         let start = map_private(num_bytes, ProtFlags::empty())?;
         // From here on, dropping `mapping` unmaps the addresses if the file cannot be mapped.
         let mut mapping = Mapping::of(start, num_bytes);
-        mapping.detached = Some(map_file(num_bytes)?);
+        mapping.access = HostAccess::Detached(map_file(num_bytes)?);
         Ok(mapping)
     }
 
@@ -80,8 +91,15 @@ impl Mapping {
         })
     }
 
+    /// Wraps addresses of a GPU. None of them is accessible.
+    pub(super) fn gpu(addresses: DeviceAddresses) -> Self {
+        let start = NonNull::new(addresses.start() as *mut u8).expect("a GPU has no memory at address 0");
+        let num_bytes = addresses.num_bytes();
+        Mapping { start, num_bytes, access: HostAccess::Gpu(addresses), page_source: PageSource::Transparent }
+    }
+
     fn of(start: NonNull<u8>, num_bytes: usize) -> Self {
-        Mapping { start, num_bytes, detached: None, page_source: PageSource::Transparent }
+        Mapping { start, num_bytes, access: HostAccess::Shared, page_source: PageSource::Transparent }
     }
 
     pub(super) fn num_bytes(&self) -> usize {
@@ -94,7 +112,7 @@ impl Mapping {
 
     /// Returns whether the host cannot access the memory.
     pub(super) fn is_detached(&self) -> bool {
-        self.detached.is_some()
+        !matches!(self.access, HostAccess::Shared)
     }
 
     /// Returns the host's address of byte `offset`. Panics if it exceeds the mapping.
@@ -110,14 +128,23 @@ impl Mapping {
         let offset =
             offset.filter(|offset| offset.checked_add(num_bytes).is_some_and(|end| end <= self.num_bytes));
         let offset = offset.expect("a kernel was given memory of another device, or of the host");
+        let kernel_start = match &self.access {
+            HostAccess::Detached(start) => *start,
+            HostAccess::Shared | HostAccess::Gpu(_) => self.start,
+        };
         // SAFETY: within the mapping by the line above.
-        unsafe { self.detached.unwrap_or(self.start).add(offset) }
+        unsafe { kernel_start.add(offset) }
     }
 
     /// Makes the bytes `range` and possibly some after them accessible. Returns the end of the accessible bytes, which is rounded up to a
     /// huge page, so that no huge page is split there. Reserved huge pages are populated at once: if the host's pool were empty at the
     /// first touch, SIGBUS would kill the process.
-    pub(super) fn make_accessible(&self, range: Range<usize>) -> rustix::io::Result<usize> {
+    ///
+    /// For memory of a GPU, takes memory from the driver.
+    pub(super) fn make_accessible(&self, range: Range<usize>) -> std::io::Result<usize> {
+        if let HostAccess::Gpu(addresses) = &self.access {
+            return addresses.make_accessible(range).map_err(std::io::Error::other);
+        }
         let address = self.start.addr().get();
         let end = ((address + range.end).next_multiple_of(HUGE_PAGE_BYTES) - address).min(self.num_bytes);
         let first = self.address(range.start).as_ptr().cast();
@@ -150,7 +177,12 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        for start in [Some(self.start), self.detached].into_iter().flatten() {
+        let starts = match &self.access {
+            HostAccess::Shared => [Some(self.start), None],
+            HostAccess::Detached(kernel_start) => [Some(self.start), Some(*kernel_start)],
+            HostAccess::Gpu(_) => return,
+        };
+        for start in starts.into_iter().flatten() {
             // SAFETY: mapped with this length. No block is left, because each holds the arena, and no kernel, because its processor holds
             // the mapping.
             let _ = unsafe { munmap(start.as_ptr().cast(), self.num_bytes) };

@@ -1,0 +1,466 @@
+//! The functions of the driver.
+
+use crate::Out;
+use crate::block::{Index, Launch};
+use crate::gpu::{GRID_YZ_MAX, SHARED_BYTES_MAX, THREADS_PER_BLOCK_MAX};
+use crate::memory::GRANULARITY;
+use crate::module::{Module, image_bytes};
+use crate::stream::{Driver, Job};
+use cudarc::driver::sys::CUdevice_attribute::{self, *};
+use cudarc::driver::sys::CUresult::{self, *};
+use cudarc::driver::sys::{CUmemAccessDesc, CUmemAllocationProp};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+fn driver() -> MutexGuard<'static, Driver> {
+    static DRIVER: OnceLock<Mutex<Driver>> = OnceLock::new();
+    DRIVER.get_or_init(|| Mutex::new(Driver::new())).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs a function of the driver that needs a device.
+fn call(run: impl FnOnce(&mut Driver) -> Result<(), CUresult>) -> CUresult {
+    let mut driver = driver();
+    if !driver.is_initialized {
+        return CUDA_ERROR_NOT_INITIALIZED;
+    }
+    let outcome = driver.failure.map_or(Ok(()), Err).and_then(|()| run(&mut driver));
+    outcome.map_or_else(|error| error, |()| CUDA_SUCCESS)
+}
+
+fn check(is_valid: bool) -> Result<(), CUresult> {
+    if is_valid { Ok(()) } else { Err(CUDA_ERROR_INVALID_VALUE) }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuInit(_flags: c_uint) -> CUresult {
+    let mut driver = driver();
+    if driver.gpu.num_gpus == 0 {
+        return CUDA_ERROR_NO_DEVICE;
+    }
+    driver.is_initialized = true;
+    CUDA_SUCCESS
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDriverGetVersion(version: Out<'_, c_int>) -> CUresult {
+    version.write(driver().gpu.driver_version);
+    CUDA_SUCCESS
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuGetErrorName(error: CUresult, name: Out<'_, *const c_char>) -> CUresult {
+    let text = match error {
+        CUDA_ERROR_OUT_OF_MEMORY => c"CUDA_ERROR_OUT_OF_MEMORY",
+        CUDA_ERROR_LAUNCH_FAILED => c"CUDA_ERROR_LAUNCH_FAILED",
+        CUDA_ERROR_INVALID_VALUE => c"CUDA_ERROR_INVALID_VALUE",
+        CUDA_ERROR_INVALID_HANDLE => c"CUDA_ERROR_INVALID_HANDLE",
+        CUDA_ERROR_NO_DEVICE => c"CUDA_ERROR_NO_DEVICE",
+        CUDA_ERROR_NOT_FOUND => c"CUDA_ERROR_NOT_FOUND",
+        CUDA_ERROR_LAUNCH_TIMEOUT => c"CUDA_ERROR_LAUNCH_TIMEOUT",
+        _ => c"CUDA_ERROR_UNKNOWN",
+    };
+    name.write(text.as_ptr());
+    CUDA_SUCCESS
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDeviceGetCount(count: Out<'_, c_int>) -> CUresult {
+    call(|driver| {
+        count.write(driver.gpu.num_gpus);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDeviceGet(device: Out<'_, c_int>, ordinal: c_int) -> CUresult {
+    call(|driver| {
+        if !(0..driver.gpu.num_gpus).contains(&ordinal) {
+            return Err(CUDA_ERROR_INVALID_DEVICE);
+        }
+        device.write(ordinal);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, _device: c_int) -> CUresult {
+    let text = c"Fake GPU".to_bytes_with_nul();
+    call(|_| {
+        check(len as usize >= text.len())?;
+        // SAFETY: the caller passes the address of `len` bytes.
+        unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), name.cast(), text.len()) };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDeviceTotalMem_v2(num_bytes: Out<'_, usize>, _device: c_int) -> CUresult {
+    call(|driver| {
+        num_bytes.write(driver.gpu.memory_bytes);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDeviceGetAttribute(
+    value: Out<'_, c_int>,
+    attribute: CUdevice_attribute,
+    _device: c_int,
+) -> CUresult {
+    call(|driver| {
+        let found = match attribute {
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => driver.gpu.capability / 10,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => driver.gpu.capability % 10,
+            CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED => 1,
+            CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => 4,
+            CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN => SHARED_BYTES_MAX as c_int,
+            _ => return Err(CUDA_ERROR_INVALID_VALUE),
+        };
+        value.write(found);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: Out<'_, *mut c_void>, device: c_int) -> CUresult {
+    call(|_| {
+        context.write((device as usize * 16 + 8) as *mut c_void);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDevicePrimaryCtxRelease_v2(_device: c_int) -> CUresult {
+    call(|_| Ok(()))
+}
+
+thread_local! {
+    static HAS_CONTEXT: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// Runs a function that needs the current thread's context.
+fn call_in_context(run: impl FnOnce(&mut Driver) -> Result<(), CUresult>) -> CUresult {
+    if !HAS_CONTEXT.get() {
+        return CUDA_ERROR_INVALID_CONTEXT;
+    }
+    call(run)
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuCtxSetCurrent(context: *mut c_void) -> CUresult {
+    HAS_CONTEXT.set(!context.is_null());
+    call(|_| Ok(()))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemGetInfo_v2(free: Out<'_, usize>, total: Out<'_, usize>) -> CUresult {
+    call_in_context(|driver| {
+        let memory_bytes = driver.gpu.memory_bytes;
+        free.write(memory_bytes - driver.memory.used_bytes());
+        total.write(memory_bytes);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemGetAllocationGranularity(
+    granularity: Out<'_, usize>,
+    _properties: *const CUmemAllocationProp,
+    _option: c_uint,
+) -> CUresult {
+    granularity.write(GRANULARITY);
+    CUDA_SUCCESS
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemAddressReserve(
+    address: Out<'_, u64>,
+    num_bytes: usize,
+    _alignment: usize,
+    _hint: u64,
+    _flags: c_ulonglong,
+) -> CUresult {
+    call_in_context(|driver| {
+        check(num_bytes > 0 && num_bytes.is_multiple_of(GRANULARITY))?;
+        let start = driver.memory.reserve(num_bytes).ok_or(CUDA_ERROR_OUT_OF_MEMORY)?;
+        address.write(start as u64);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemAddressFree(address: u64, num_bytes: usize) -> CUresult {
+    call_in_context(|driver| check(driver.memory.free_addresses(address as usize, num_bytes)))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemCreate(
+    handle: Out<'_, u64>,
+    num_bytes: usize,
+    _properties: *const CUmemAllocationProp,
+    _flags: c_ulonglong,
+) -> CUresult {
+    call_in_context(|driver| {
+        check(num_bytes > 0 && num_bytes.is_multiple_of(GRANULARITY))?;
+        if num_bytes > driver.gpu.memory_bytes - driver.memory.used_bytes() {
+            return Err(CUDA_ERROR_OUT_OF_MEMORY);
+        }
+        handle.write(driver.memory.create(num_bytes));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemRelease(handle: u64) -> CUresult {
+    call_in_context(|driver| check(driver.memory.release(handle)))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemMap(
+    address: u64,
+    num_bytes: usize,
+    offset: usize,
+    handle: u64,
+    _flags: c_ulonglong,
+) -> CUresult {
+    call_in_context(|driver| check(offset == 0 && driver.memory.map(address as usize, num_bytes, handle)))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemUnmap(address: u64, num_bytes: usize) -> CUresult {
+    call_in_context(|driver| check(driver.memory.unmap(address as usize, num_bytes)))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemSetAccess(
+    address: u64,
+    num_bytes: usize,
+    _access: *const CUmemAccessDesc,
+    count: usize,
+) -> CUresult {
+    call_in_context(|driver| check(count == 1 && driver.memory.allow(address as usize, num_bytes)))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemHostRegister_v2(
+    address: *mut c_void,
+    num_bytes: usize,
+    _flags: c_uint,
+) -> CUresult {
+    call_in_context(|driver| {
+        driver.pinned.insert(address as usize, num_bytes);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemHostUnregister(address: *mut c_void) -> CUresult {
+    call_in_context(|driver| check(driver.pinned.remove(&(address as usize)).is_some()))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuStreamCreate(stream: Out<'_, u64>, _flags: c_uint) -> CUresult {
+    call_in_context(|driver| {
+        stream.write(driver.create_stream());
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuStreamDestroy_v2(stream: u64) -> CUresult {
+    call_in_context(|driver| driver.destroy_stream(stream))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuStreamSynchronize(stream: u64) -> CUresult {
+    call_in_context(|driver| driver.synchronize_stream(stream))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) -> CUresult {
+    call_in_context(|driver| driver.wait_event(stream, event))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuEventCreate(event: Out<'_, u64>, _flags: c_uint) -> CUresult {
+    call_in_context(|driver| {
+        event.write(driver.create_event());
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuEventDestroy_v2(event: u64) -> CUresult {
+    call_in_context(|driver| driver.destroy_event(event))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuEventRecord(event: u64, stream: u64) -> CUresult {
+    call_in_context(|driver| driver.record(event, stream))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuEventQuery(event: u64) -> CUresult {
+    call_in_context(|driver| if driver.query_event(event)? { Ok(()) } else { Err(CUDA_ERROR_NOT_READY) })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuEventSynchronize(event: u64) -> CUresult {
+    call_in_context(|driver| driver.synchronize_event(event))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
+    to: u64,
+    from: *const c_void,
+    num_bytes: usize,
+    stream: u64,
+) -> CUresult {
+    call_in_context(|driver| {
+        let (to, from) = (to as usize, from as usize);
+        check(driver.memory.contains(to, num_bytes))?;
+        if driver.is_pinned(&(from..from + num_bytes)) {
+            return driver.push(stream, Job::Copy { from, to, num_bytes });
+        }
+        // SAFETY: the caller passes the address of as many bytes of host memory.
+        let bytes = unsafe { std::slice::from_raw_parts(from as *const u8, num_bytes) }.to_vec();
+        driver.push(stream, Job::Write { bytes, to })
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
+    to: *mut c_void,
+    from: u64,
+    num_bytes: usize,
+    stream: u64,
+) -> CUresult {
+    call_in_context(|driver| {
+        let (to, from) = (to as usize, from as usize);
+        check(driver.memory.contains(from, num_bytes))?;
+        driver.push(stream, Job::Copy { from, to, num_bytes })?;
+        // A copy to pageable memory has run when the function returns.
+        if driver.is_pinned(&(to..to + num_bytes)) { Ok(()) } else { driver.synchronize_stream(stream) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, num_bytes: usize, stream: u64) -> CUresult {
+    call_in_context(|driver| {
+        let (to, from) = (to as usize, from as usize);
+        check(driver.memory.contains(from, num_bytes) && driver.memory.contains(to, num_bytes))?;
+        driver.push(stream, Job::Copy { from, to, num_bytes })
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemsetD8Async(to: u64, byte: u8, num_bytes: usize, stream: u64) -> CUresult {
+    call_in_context(|driver| {
+        check(driver.memory.contains(to as usize, num_bytes))?;
+        driver.push(stream, Job::Fill { to: to as usize, num_bytes, byte })
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuModuleLoadData(module: Out<'_, u64>, image: *const c_void) -> CUresult {
+    call_in_context(|driver| {
+        // SAFETY: the caller passes an image that NVRTC has made.
+        let image = unsafe {
+            let image = image.cast::<u8>();
+            std::slice::from_raw_parts(image, image_bytes(image))
+        };
+        let loaded = Module::load(image).map_err(|error| {
+            eprintln!("fake CUDA: {error}");
+            CUDA_ERROR_INVALID_IMAGE
+        })?;
+        let handle = driver.handle();
+        driver.modules.insert(handle, loaded);
+        module.write(handle);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuModuleGetFunction(
+    function: Out<'_, u64>,
+    module: u64,
+    name: *const c_char,
+) -> CUresult {
+    call_in_context(|driver| {
+        // SAFETY: the caller passes a text.
+        let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+        let module = driver.modules.get(&module).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        let kernel = module.kernel(&name).ok_or(CUDA_ERROR_NOT_FOUND)?;
+        let handle = driver.handle();
+        driver.functions.insert(handle, (name, kernel));
+        function.write(handle);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuFuncGetParamInfo(
+    function: u64,
+    index: usize,
+    offset: Out<'_, usize>,
+    num_bytes: Out<'_, usize>,
+) -> CUresult {
+    call_in_context(|driver| {
+        let (_, kernel) = driver.functions.get(&function).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        let size = *kernel.sizes.get(index).ok_or(CUDA_ERROR_INVALID_VALUE)?;
+        offset.write(0);
+        num_bytes.write(size);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuFuncSetAttribute(function: u64, attribute: c_uint, value: c_int) -> CUresult {
+    /// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`
+    const SHARED_BYTES: c_uint = 8;
+    call_in_context(|driver| {
+        check(attribute == SHARED_BYTES && value as usize <= SHARED_BYTES_MAX)?;
+        driver.shared_bytes.insert(function, value as usize);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuLaunchKernel(
+    function: u64,
+    grid_x: c_uint,
+    grid_y: c_uint,
+    grid_z: c_uint,
+    block_x: c_uint,
+    block_y: c_uint,
+    block_z: c_uint,
+    shared_bytes: c_uint,
+    stream: u64,
+    arguments: *const *const c_void,
+    _extra: *mut *mut c_void,
+) -> CUresult {
+    call_in_context(|driver| {
+        let grid = Index { x: grid_x, y: grid_y, z: grid_z };
+        let block = Index { x: block_x, y: block_y, z: block_z };
+        check((1..=i32::MAX as u32).contains(&grid.x))?;
+        check([grid.y, grid.z].iter().all(|size| (1..=GRID_YZ_MAX).contains(size)))?;
+        check((1..=THREADS_PER_BLOCK_MAX).contains(&block.num()) && block.z <= 64)?;
+        let shared_bytes = shared_bytes as usize;
+        let shared_bytes_max =
+            driver.shared_bytes.get(&function).copied().unwrap_or(crate::gpu::SHARED_BYTES);
+        check(shared_bytes <= shared_bytes_max)?;
+        let (name, kernel) = driver.functions.get(&function).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        let copied = kernel.sizes.iter().enumerate().map(|(index, &size)| {
+            let mut argument = vec![0_u128; size.div_ceil(16)];
+            // SAFETY: the caller passes the address of each argument; the kernel's table tells their sizes.
+            unsafe {
+                let from = (*arguments.add(index)).cast::<u8>();
+                std::ptr::copy_nonoverlapping(from, argument.as_mut_ptr().cast(), size);
+            }
+            argument
+        });
+        let (name, kernel, arguments) = (name.clone(), *kernel, copied.collect());
+        let launch = Launch { name, kernel, grid, block, shared_bytes, arguments };
+        driver.push(stream, Job::Launch(Box::new(launch)))
+    })
+}

@@ -1,0 +1,245 @@
+//! Streams and events: jobs that run late, in any order that events allow.
+
+use crate::block::{Blocks, Launch};
+use crate::gpu::{Gpu, variable};
+use crate::memory::DeviceMemory;
+use crate::module::{Kernel, Module};
+use crate::random::Random;
+use cudarc::driver::sys::CUresult::{self, *};
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+
+/// Probabilities, in eighths, that a call of the driver runs one job although nothing waits for it. The seed chooses one.
+const EAGERNESS: [usize; 4] = [0, 1, 5, 8];
+
+/// Work of a stream.
+pub(crate) enum Job {
+    Launch(Box<Launch>),
+    /// Copies bytes between addresses of the device or of pinned host memory.
+    Copy {
+        from: usize,
+        to: usize,
+        num_bytes: usize,
+    },
+    /// Copies bytes of pageable host memory, which were read when the copy was issued.
+    Write {
+        bytes: Vec<u8>,
+        to: usize,
+    },
+    Fill {
+        to: usize,
+        num_bytes: usize,
+        byte: u8,
+    },
+    /// Completes a recording of an event.
+    Record {
+        event: u64,
+        recording: u64,
+    },
+    /// Waits for a recording of an event.
+    Wait {
+        event: u64,
+        recording: u64,
+    },
+}
+
+/// An event: how often it was recorded, and which recordings are complete.
+#[derive(Debug, Default)]
+struct EventState {
+    num_recorded: u64,
+    num_completed: u64,
+}
+
+/// The state of the driver.
+pub(crate) struct Driver {
+    pub(crate) gpu: Gpu,
+    pub(crate) is_initialized: bool,
+    pub(crate) memory: DeviceMemory,
+    pub(crate) modules: BTreeMap<u64, Module>,
+    pub(crate) functions: BTreeMap<u64, (String, Kernel)>,
+    /// Bytes of shared memory that a function asks for, where it has asked for more than the default.
+    pub(crate) shared_bytes: BTreeMap<u64, usize>,
+    /// Host memory from which copies are asynchronous.
+    pub(crate) pinned: BTreeMap<usize, usize>,
+    streams: BTreeMap<u64, VecDeque<Job>>,
+    events: BTreeMap<u64, EventState>,
+    num_handles: u64,
+    blocks: Blocks,
+    random: Random,
+    eagerness: usize,
+    /// The stream that runs as long as it can.
+    preferred: u64,
+    /// The failure of a job, after which every call fails, as with a GPU.
+    pub(crate) failure: Option<CUresult>,
+}
+
+impl Driver {
+    pub(crate) fn new() -> Self {
+        let mut random = Random::new(variable("FAKE_CUDA_SEED", 0));
+        let eagerness = EAGERNESS[random.below(EAGERNESS.len())];
+        Driver {
+            gpu: Gpu::from_environment(),
+            is_initialized: false,
+            memory: DeviceMemory::default(),
+            modules: BTreeMap::new(),
+            functions: BTreeMap::new(),
+            shared_bytes: BTreeMap::new(),
+            pinned: BTreeMap::new(),
+            streams: BTreeMap::new(),
+            events: BTreeMap::new(),
+            num_handles: 0,
+            blocks: Blocks::default(),
+            random,
+            eagerness,
+            preferred: 0,
+            failure: None,
+        }
+    }
+
+    /// Returns a number that no other object has.
+    pub(crate) fn handle(&mut self) -> u64 {
+        self.num_handles += 1;
+        // Not aligned to a page, so that a handle that is taken for an address is found.
+        self.num_handles * 16 + 8
+    }
+
+    pub(crate) fn create_stream(&mut self) -> u64 {
+        let handle = self.handle();
+        self.streams.insert(handle, VecDeque::new());
+        handle
+    }
+
+    pub(crate) fn destroy_stream(&mut self, stream: u64) -> Result<(), CUresult> {
+        self.synchronize_stream(stream)?;
+        self.streams.remove(&stream).map(drop).ok_or(CUDA_ERROR_INVALID_HANDLE)
+    }
+
+    pub(crate) fn create_event(&mut self) -> u64 {
+        let handle = self.handle();
+        self.events.insert(handle, EventState::default());
+        handle
+    }
+
+    pub(crate) fn destroy_event(&mut self, event: u64) -> Result<(), CUresult> {
+        self.events.remove(&event).map(drop).ok_or(CUDA_ERROR_INVALID_HANDLE)
+    }
+
+    pub(crate) fn push(&mut self, stream: u64, job: Job) -> Result<(), CUresult> {
+        self.streams.get_mut(&stream).ok_or(CUDA_ERROR_INVALID_HANDLE)?.push_back(job);
+        if self.random.below(8) < self.eagerness {
+            self.run_one();
+            self.memory.set_open(false);
+        }
+        self.failure.map_or(Ok(()), Err)
+    }
+
+    pub(crate) fn record(&mut self, event: u64, stream: u64) -> Result<(), CUresult> {
+        let state = self.events.get_mut(&event).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        state.num_recorded += 1;
+        let recording = state.num_recorded;
+        self.push(stream, Job::Record { event, recording })
+    }
+
+    pub(crate) fn wait_event(&mut self, stream: u64, event: u64) -> Result<(), CUresult> {
+        let recording = self.events.get(&event).ok_or(CUDA_ERROR_INVALID_HANDLE)?.num_recorded;
+        self.push(stream, Job::Wait { event, recording })
+    }
+
+    fn is_recorded(&self, event: u64, recording: u64) -> bool {
+        // A destroyed event holds back no stream.
+        self.events.get(&event).is_none_or(|state| state.num_completed >= recording)
+    }
+
+    /// Returns whether the last recording of an event is complete. Runs a job first, because programs may ask again until it is.
+    pub(crate) fn query_event(&mut self, event: u64) -> Result<bool, CUresult> {
+        self.run_one();
+        self.memory.set_open(false);
+        let state = self.events.get(&event).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        let is_done = state.num_completed >= state.num_recorded;
+        self.failure.map_or(Ok(is_done), Err)
+    }
+
+    pub(crate) fn synchronize_event(&mut self, event: u64) -> Result<(), CUresult> {
+        let recording = self.events.get(&event).ok_or(CUDA_ERROR_INVALID_HANDLE)?.num_recorded;
+        self.run_until(|driver| driver.is_recorded(event, recording))
+    }
+
+    pub(crate) fn synchronize_stream(&mut self, stream: u64) -> Result<(), CUresult> {
+        if !self.streams.contains_key(&stream) {
+            return Err(CUDA_ERROR_INVALID_HANDLE);
+        }
+        self.run_until(|driver| driver.streams[&stream].is_empty())
+    }
+
+    /// Runs jobs until a condition holds.
+    fn run_until(&mut self, is_done: impl Fn(&Driver) -> bool) -> Result<(), CUresult> {
+        while self.failure.is_none() && !is_done(self) {
+            if !self.run_one() {
+                eprintln!("fake CUDA: all streams wait for events that nothing completes");
+                self.failure = Some(CUDA_ERROR_LAUNCH_TIMEOUT);
+            }
+        }
+        self.memory.set_open(false);
+        self.failure.map_or(Ok(()), Err)
+    }
+
+    /// Runs the next job of a random stream. Returns false if no job is ready. Device memory stays accessible.
+    fn run_one(&mut self) -> bool {
+        let is_ready = |jobs: &VecDeque<Job>| match jobs.front() {
+            Some(Job::Wait { event, recording }) => self.is_recorded(*event, *recording),
+            other => other.is_some(),
+        };
+        let ready: Vec<u64> =
+            self.streams.iter().filter(|(_, jobs)| is_ready(jobs)).map(|(stream, _)| *stream).collect();
+        if ready.is_empty() || self.failure.is_some() {
+            return false;
+        }
+        // Long runs of one stream expose missing events.
+        if self.random.below(16) == 0 || !ready.contains(&self.preferred) {
+            self.preferred = ready[self.random.below(ready.len())];
+        }
+        let job = self.streams.get_mut(&self.preferred).and_then(VecDeque::pop_front);
+        self.run(job.expect("the stream is ready"));
+        true
+    }
+
+    fn run(&mut self, job: Job) {
+        match job {
+            Job::Wait { .. } => {}
+            Job::Record { event, recording } => {
+                if let Some(state) = self.events.get_mut(&event) {
+                    state.num_completed = state.num_completed.max(recording);
+                }
+            }
+            Job::Launch(launch) => {
+                self.memory.set_open(true);
+                if let Err(cause) = self.blocks.run(&launch, &mut self.random) {
+                    eprintln!("fake CUDA: kernel {}: {cause}", launch.name);
+                    self.failure = Some(CUDA_ERROR_LAUNCH_FAILED);
+                }
+            }
+            Job::Copy { from, to, num_bytes } => {
+                self.memory.set_open(true);
+                // SAFETY: `driver` has checked that each side is device memory, or host memory that the program has pinned and leaves alone
+                // until the copy has run.
+                unsafe { std::ptr::copy(from as *const u8, to as *mut u8, num_bytes) };
+            }
+            Job::Write { bytes, to } => {
+                self.memory.set_open(true);
+                // SAFETY: `driver` has checked that the bytes are device memory.
+                unsafe { std::ptr::copy(bytes.as_ptr(), to as *mut u8, bytes.len()) };
+            }
+            Job::Fill { to, num_bytes, byte } => {
+                self.memory.set_open(true);
+                // SAFETY: as above.
+                unsafe { std::ptr::write_bytes(to as *mut u8, byte, num_bytes) };
+            }
+        }
+    }
+
+    /// Returns whether a copy of host memory is asynchronous.
+    pub(crate) fn is_pinned(&self, bytes: &Range<usize>) -> bool {
+        let before = self.pinned.range(..=bytes.start).next_back();
+        before.is_some_and(|(start, num_bytes)| bytes.end <= start + num_bytes)
+    }
+}

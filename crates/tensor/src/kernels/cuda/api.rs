@@ -1,0 +1,139 @@
+//! The functions of CUDA's libraries that the backend calls, as tables that are loaded from a library.
+//!
+//! `cudarc` declares the types and signatures, from NVIDIA's headers. Its own loader is not used: it looks for libraries by name only, and
+//! panics where a library or a function is missing.
+
+use super::error::CudaError;
+use cudarc::driver::sys as cuda;
+use cudarc::nvrtc::sys as rtc;
+use libloading::Library;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+
+/// Result of a function: 0, or the number of an error. Not the enumeration of `cudarc`, because a later library may return other numbers.
+pub(super) type Status = u32;
+
+/// Defines a table of functions of a library. The signatures are compared with those of `cudarc`, which return `$status`, when this crate
+/// is compiled.
+macro_rules! functions {
+    ($(#[$meta:meta])* $table:ident($module:ident) -> $status:ty { $($function:ident($($argument:ty),*);)* }) => {
+        $(#[$meta])*
+        #[derive(Debug)]
+        #[allow(non_snake_case, reason = "the names of the library")]
+        pub(super) struct $table {
+            $(pub(super) $function: unsafe extern "C" fn($($argument),*) -> Status,)*
+            #[allow(dead_code, reason = "keeps the library loaded")]
+            library: Library,
+        }
+
+        impl $table {
+            /// Finds all functions. Fails if one is missing.
+            pub(super) fn load(library: Library) -> Result<Self, libloading::Error> {
+                $(const _: unsafe fn($($argument),*) -> $status = $module::$function;)*
+                // SAFETY: the functions have the declared signatures, as the assertions above show. The table keeps the library.
+                unsafe {
+                    Ok($table {
+                        $($function: *library.get(concat!(stringify!($function), "\0").as_bytes())?,)*
+                        library,
+                    })
+                }
+            }
+        }
+    };
+}
+
+functions! {
+    /// The driver.
+    DriverApi(cuda) -> cuda::CUresult {
+        cuInit(c_uint);
+        cuDriverGetVersion(*mut c_int);
+        cuDeviceGetCount(*mut c_int);
+        cuDeviceGet(*mut cuda::CUdevice, c_int);
+        cuDeviceGetName(*mut c_char, c_int, cuda::CUdevice);
+        cuDeviceTotalMem_v2(*mut usize, cuda::CUdevice);
+        cuDeviceGetAttribute(*mut c_int, cuda::CUdevice_attribute, cuda::CUdevice);
+        cuDevicePrimaryCtxRetain(*mut cuda::CUcontext, cuda::CUdevice);
+        cuDevicePrimaryCtxRelease_v2(cuda::CUdevice);
+        cuCtxSetCurrent(cuda::CUcontext);
+        cuMemGetAllocationGranularity(*mut usize, *const cuda::CUmemAllocationProp, cuda::CUmemAllocationGranularity_flags);
+        cuMemAddressReserve(*mut cuda::CUdeviceptr, usize, usize, cuda::CUdeviceptr, c_ulonglong);
+        cuMemAddressFree(cuda::CUdeviceptr, usize);
+        cuMemCreate(*mut cuda::CUmemGenericAllocationHandle, usize, *const cuda::CUmemAllocationProp, c_ulonglong);
+        cuMemRelease(cuda::CUmemGenericAllocationHandle);
+        cuMemMap(cuda::CUdeviceptr, usize, usize, cuda::CUmemGenericAllocationHandle, c_ulonglong);
+        cuMemUnmap(cuda::CUdeviceptr, usize);
+        cuMemSetAccess(cuda::CUdeviceptr, usize, *const cuda::CUmemAccessDesc, usize);
+        cuStreamCreate(*mut cuda::CUstream, c_uint);
+        cuStreamDestroy_v2(cuda::CUstream);
+        cuStreamSynchronize(cuda::CUstream);
+        cuStreamWaitEvent(cuda::CUstream, cuda::CUevent, c_uint);
+        cuEventCreate(*mut cuda::CUevent, c_uint);
+        cuEventDestroy_v2(cuda::CUevent);
+        cuEventRecord(cuda::CUevent, cuda::CUstream);
+        cuEventSynchronize(cuda::CUevent);
+        cuMemcpyHtoDAsync_v2(cuda::CUdeviceptr, *const c_void, usize, cuda::CUstream);
+        cuMemcpyDtoHAsync_v2(*mut c_void, cuda::CUdeviceptr, usize, cuda::CUstream);
+        cuMemcpyDtoDAsync_v2(cuda::CUdeviceptr, cuda::CUdeviceptr, usize, cuda::CUstream);
+        cuMemsetD8Async(cuda::CUdeviceptr, u8, usize, cuda::CUstream);
+        cuModuleLoadData(*mut cuda::CUmodule, *const c_void);
+        cuModuleGetFunction(*mut cuda::CUfunction, cuda::CUmodule, *const c_char);
+        cuFuncGetParamInfo(cuda::CUfunction, usize, *mut usize, *mut usize);
+        cuLaunchKernel(cuda::CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, cuda::CUstream, *mut *mut c_void, *mut *mut c_void);
+    }
+}
+
+functions! {
+    /// The compiler of kernels.
+    NvrtcApi(rtc) -> rtc::nvrtcResult {
+        nvrtcVersion(*mut c_int, *mut c_int);
+        nvrtcCreateProgram(*mut rtc::nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char);
+        nvrtcCompileProgram(rtc::nvrtcProgram, c_int, *const *const c_char);
+        nvrtcGetProgramLogSize(rtc::nvrtcProgram, *mut usize);
+        nvrtcGetProgramLog(rtc::nvrtcProgram, *mut c_char);
+        nvrtcGetCUBINSize(rtc::nvrtcProgram, *mut usize);
+        nvrtcGetCUBIN(rtc::nvrtcProgram, *mut c_char);
+        nvrtcDestroyProgram(*mut rtc::nvrtcProgram);
+    }
+}
+
+impl DriverApi {
+    /// Turns the result of a call into an error that names the function.
+    pub(super) fn check(&self, function: &'static str, status: Status) -> Result<(), CudaError> {
+        if status == 0 {
+            return Ok(());
+        }
+        let name = self.error_name(status).unwrap_or_else(|| format!("error {status}"));
+        Err(CudaError::Call { function, name })
+    }
+}
+
+impl DriverApi {
+    fn error_name(&self, status: Status) -> Option<String> {
+        type GetErrorName = unsafe extern "C" fn(Status, *mut *const c_char) -> Status;
+        let mut name: *const c_char = std::ptr::null();
+        // SAFETY: the function has this signature, but for a number in place of an enumeration. It writes the address of a constant text,
+        // or null for a number that it does not know.
+        unsafe {
+            let get_error_name = self.library.get::<GetErrorName>(b"cuGetErrorName\0").ok()?;
+            get_error_name(status, &mut name);
+            if name.is_null() { None } else { Some(CStr::from_ptr(name).to_string_lossy().into_owned()) }
+        }
+    }
+}
+
+impl NvrtcApi {
+    /// Turns the result of a call into an error that names the function.
+    pub(super) fn check(&self, function: &'static str, status: Status) -> Result<(), CudaError> {
+        if status == 0 {
+            return Ok(());
+        }
+        Err(CudaError::Call { function, name: format!("error {status}") })
+    }
+}
+
+/// Calls a function of a table, and turns its result into an error that names it.
+macro_rules! call {
+    ($table:expr, $function:ident($($argument:expr),* $(,)?)) => {
+        $table.check(stringify!($function), ($table.$function)($($argument),*))
+    };
+}
+pub(super) use call;

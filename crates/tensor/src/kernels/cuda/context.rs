@@ -1,0 +1,262 @@
+//! A GPU of this process: its context, memory and compiled kernels.
+
+use super::api::call;
+use super::compile::compile_all;
+use super::error::CudaError;
+use super::installation::CudaInstallation;
+use cudarc::driver::sys as cuda;
+use std::collections::HashMap;
+use std::ffi::{CString, c_int};
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Compute capability that kernels need, as ten times the major and the minor number: bf16 in tensor cores.
+const CAPABILITY_MIN: c_int = 80;
+
+/// Memory grows by at least this fraction at a time, because each request takes time.
+const GROWTH_DIVISOR: usize = 8;
+
+/// The GPU of a number, with this process's context on it. Dropped when the last device and its memory are.
+pub(super) struct Context {
+    pub(super) installation: &'static CudaInstallation,
+    device: cuda::CUdevice,
+    handle: cuda::CUcontext,
+    /// Name of the GPU.
+    pub(super) name: String,
+    modules: Vec<cuda::CUmodule>,
+    functions: Mutex<HashMap<String, Function>>,
+}
+
+// SAFETY: handles of the driver may be used on any thread; each entry to the driver sets the context of the thread.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+/// A compiled kernel.
+#[derive(Debug, Clone)]
+pub(super) struct Function {
+    pub(super) handle: cuda::CUfunction,
+    /// The size of each argument in bytes.
+    pub(super) argument_bytes: Arc<[usize]>,
+}
+
+// SAFETY: a handle of the driver, which may be used on any thread.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl fmt::Debug for Context {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Context")
+            .field("name", &self.name)
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Context {
+    /// Opens the GPU, and compiles the kernels for it unless the cache has them.
+    pub(super) fn open(
+        installation: &'static CudaInstallation,
+        ordinal: usize,
+    ) -> Result<Arc<Context>, CudaError> {
+        let driver = &installation.driver;
+        let (mut num_gpus, mut device, mut name) = (0, 0, [0; 256]);
+        // SAFETY: each function writes a number, or as many bytes as it is told.
+        let capability = unsafe {
+            call!(driver, cuDeviceGetCount(&mut num_gpus))?;
+            let num_gpus = num_gpus as usize;
+            if num_gpus == 0 {
+                return Err(CudaError::NoGpu { reason: "the driver lists none".to_owned() });
+            }
+            if ordinal >= num_gpus {
+                return Err(CudaError::NoSuchGpu { ordinal, num_gpus });
+            }
+            call!(driver, cuDeviceGet(&mut device, ordinal as c_int))?;
+            call!(driver, cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device))?;
+            let attribute = |attribute| {
+                let mut value = 0;
+                call!(driver, cuDeviceGetAttribute(&mut value, attribute, device))?;
+                Ok::<_, CudaError>(value)
+            };
+            use cuda::CUdevice_attribute as attributes;
+            10 * attribute(attributes::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?
+                + attribute(attributes::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?
+        };
+        let name = name.iter().take_while(|&&byte| byte != 0).map(|&byte| byte as u8);
+        let name = String::from_utf8_lossy(&name.collect::<Vec<_>>()).into_owned();
+        if capability < CAPABILITY_MIN {
+            return Err(CudaError::OldGpu { name, capability });
+        }
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: writes a handle, which `drop` releases.
+        unsafe { call!(driver, cuDevicePrimaryCtxRetain(&mut handle, device))? };
+        let functions = Mutex::default();
+        let mut context = Context { installation, device, handle, name, modules: Vec::new(), functions };
+        context.enter()?;
+        for image in compile_all(installation, capability)? {
+            let mut module = std::ptr::null_mut();
+            // SAFETY: an image of NVRTC for this GPU.
+            unsafe { call!(driver, cuModuleLoadData(&mut module, image.as_ptr().cast()))? };
+            context.modules.push(module);
+        }
+        Ok(Arc::new(context))
+    }
+
+    /// Makes the context that of the calling thread. Required before calls of the driver.
+    pub(super) fn enter(&self) -> Result<(), CudaError> {
+        let driver = &self.installation.driver;
+        // SAFETY: the context is retained.
+        unsafe { call!(driver, cuCtxSetCurrent(self.handle)) }
+    }
+
+    /// Returns a kernel by its name. Fails if no module has it.
+    pub(super) fn function(&self, name: &str) -> Result<Function, CudaError> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = functions.get(name) {
+            return Ok(function.clone());
+        }
+        let driver = &self.installation.driver;
+        let c_name = CString::new(name).expect("names of kernels have no zeros");
+        let mut outcome =
+            Err(CudaError::Call { function: "cuModuleGetFunction", name: format!("no kernel {name}") });
+        for &module in &self.modules {
+            let mut handle = std::ptr::null_mut();
+            // SAFETY: a loaded module; writes a handle.
+            let found = unsafe { call!(driver, cuModuleGetFunction(&mut handle, module, c_name.as_ptr())) };
+            if found.is_ok() {
+                outcome = Ok(handle);
+                break;
+            }
+        }
+        let handle = outcome?;
+        let mut argument_bytes = Vec::new();
+        loop {
+            let (mut offset, mut num_bytes) = (0, 0);
+            // SAFETY: writes two numbers, and fails for an index beyond the last argument.
+            let info = unsafe {
+                (driver.cuFuncGetParamInfo)(handle, argument_bytes.len(), &mut offset, &mut num_bytes)
+            };
+            if info != 0 {
+                break;
+            }
+            argument_bytes.push(num_bytes);
+        }
+        let function = Function { handle, argument_bytes: argument_bytes.into() };
+        functions.insert(name.to_owned(), function.clone());
+        Ok(function)
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        let driver = &self.installation.driver;
+        // SAFETY: retained by `open`; streams, events and memory hold the context, so none is left. The driver unloads modules with the
+        // context.
+        let _ = unsafe { (driver.cuDevicePrimaryCtxRelease_v2)(self.device) };
+    }
+}
+
+/// A range of a GPU's addresses. Memory is mapped from its start on, as far as it is needed.
+#[derive(Debug)]
+pub(crate) struct DeviceAddresses {
+    context: Arc<Context>,
+    start: cuda::CUdeviceptr,
+    num_bytes: usize,
+    granularity: usize,
+    /// Mapped spans, with their handles.
+    spans: Mutex<Vec<(Range<usize>, cuda::CUmemGenericAllocationHandle)>>,
+}
+
+impl DeviceAddresses {
+    /// Reserves as many addresses as the GPU has memory.
+    pub(super) fn reserve(context: &Arc<Context>) -> Result<Self, CudaError> {
+        context.enter()?;
+        let driver = &context.installation.driver;
+        let (mut num_bytes, mut granularity, mut start) = (0, 0, 0);
+        let properties = properties(context.device);
+        let kind = cuda::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
+        // SAFETY: the functions write numbers; the addresses are freed by `drop`.
+        unsafe {
+            call!(driver, cuDeviceTotalMem_v2(&mut num_bytes, context.device))?;
+            call!(driver, cuMemGetAllocationGranularity(&mut granularity, &properties, kind))?;
+            num_bytes = num_bytes / granularity * granularity;
+            call!(driver, cuMemAddressReserve(&mut start, num_bytes, 0, 0, 0))?;
+        }
+        let (context, spans) = (Arc::clone(context), Mutex::default());
+        Ok(DeviceAddresses { context, start, num_bytes, granularity, spans })
+    }
+
+    pub(crate) fn start(&self) -> usize {
+        self.start as usize
+    }
+
+    pub(crate) fn num_bytes(&self) -> usize {
+        self.num_bytes
+    }
+
+    /// Maps memory to the bytes `range`, which follow those with memory, and possibly to some after them. Returns the end.
+    pub(crate) fn make_accessible(&self, range: Range<usize>) -> Result<usize, CudaError> {
+        let round_up = |end: usize| end.next_multiple_of(self.granularity).min(self.num_bytes);
+        let needed = round_up(range.end);
+        let ample = needed.max(round_up(range.start + range.start / GROWTH_DIVISOR));
+        self.map(range.start..ample).or_else(|_| self.map(range.start..needed))
+    }
+
+    fn map(&self, range: Range<usize>) -> Result<usize, CudaError> {
+        self.context.enter()?;
+        let driver = &self.context.installation.driver;
+        let (address, num_bytes) = (self.start + range.start as u64, range.len());
+        let properties = properties(self.context.device);
+        let access = cuda::CUmemAccessDesc {
+            location: properties.location,
+            flags: cuda::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        };
+        let mut handle = 0;
+        // SAFETY: the addresses are reserved, and no memory is mapped to them; `drop` unmaps and releases the memory. What fails is undone
+        // in reverse.
+        unsafe {
+            call!(driver, cuMemCreate(&mut handle, num_bytes, &properties, 0))?;
+            if let Err(error) = call!(driver, cuMemMap(address, num_bytes, 0, handle, 0)) {
+                let _ = (driver.cuMemRelease)(handle);
+                return Err(error);
+            }
+            if let Err(error) = call!(driver, cuMemSetAccess(address, num_bytes, &access, 1)) {
+                let _ = (driver.cuMemUnmap)(address, num_bytes);
+                let _ = (driver.cuMemRelease)(handle);
+                return Err(error);
+            }
+        }
+        let end = range.end;
+        self.spans.lock().unwrap_or_else(PoisonError::into_inner).push((range, handle));
+        Ok(end)
+    }
+}
+
+impl Drop for DeviceAddresses {
+    fn drop(&mut self) {
+        let driver = &self.context.installation.driver;
+        let _ = self.context.enter();
+        let spans = std::mem::take(&mut *self.spans.lock().unwrap_or_else(PoisonError::into_inner));
+        // SAFETY: mapped and reserved by this object. No job uses the memory: the arena holds the backend, which has waited for its
+        // streams.
+        unsafe {
+            for (range, handle) in spans {
+                let _ = (driver.cuMemUnmap)(self.start + range.start as u64, range.len());
+                let _ = (driver.cuMemRelease)(handle);
+            }
+            let _ = (driver.cuMemAddressFree)(self.start, self.num_bytes);
+        }
+    }
+}
+
+/// Returns the properties of memory of a GPU.
+fn properties(device: cuda::CUdevice) -> cuda::CUmemAllocationProp {
+    // SAFETY: plain numbers and a pointer, for which zeros are the defaults.
+    let mut properties: cuda::CUmemAllocationProp = unsafe { std::mem::zeroed() };
+    properties.type_ = cuda::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location.type_ = cuda::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+    properties.location.id = device;
+    properties
+}

@@ -1,0 +1,202 @@
+//! Finds and loads CUDA's libraries.
+
+use super::api::{DriverApi, NvrtcApi, call};
+use super::error::CudaError;
+use libloading::Library;
+use std::error::Error;
+use std::ffi::c_int;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+/// Version of CUDA that a driver must support, as `cuDriverGetVersion` reports it.
+const DRIVER_VERSION_MIN: c_int = 12_040;
+
+/// The environment variable that names a folder in which all libraries of CUDA are looked for first.
+pub const LIBRARY_VARIABLE: &str = "TRIREME_CUDA_LIBRARIES";
+
+/// Folders in which CUDA's libraries are looked for, and the folder for compiled kernels.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CudaFolders {
+    /// The folder that is searched first.
+    pub first: Option<PathBuf>,
+    /// Folders that are searched after the system's loader: toolkits, and packages of Python.
+    pub others: Vec<PathBuf>,
+    /// The folder for compiled kernels, which is created.
+    pub cache: PathBuf,
+}
+
+impl CudaFolders {
+    /// Returns the folders that the environment names: `TRIREME_CUDA_LIBRARIES`, `CUDA_HOME` or `CUDA_PATH`, the packages `nvidia-…` of the
+    /// active or the user's Python, and `XDG_CACHE_HOME` or `HOME` for compiled kernels.
+    pub fn from_environment() -> Self {
+        let folder = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let home = folder("HOME");
+        let toolkits = [folder("CUDA_HOME"), folder("CUDA_PATH"), Some("/usr/local/cuda".into())];
+        let toolkits = toolkits.into_iter().flatten().map(|toolkit| toolkit.join("lib64"));
+        let user = home.as_ref().map(|home| home.join(".local"));
+        let pythons = [
+            folder("VIRTUAL_ENV"),
+            folder("CONDA_PREFIX"),
+            user,
+            Some("/usr/local".into()),
+            Some("/usr".into()),
+        ];
+        let packages = pythons.into_iter().flatten().flat_map(|python| package_folders(&python));
+        let cache = folder("XDG_CACHE_HOME")
+            .or(home.map(|home| home.join(".cache")))
+            .unwrap_or_else(std::env::temp_dir);
+        CudaFolders {
+            first: folder(LIBRARY_VARIABLE),
+            others: toolkits.chain(packages).collect(),
+            cache: cache.join("trireme").join("cuda"),
+        }
+    }
+}
+
+/// Returns the folders with libraries of the packages `nvidia-…` of a Python installation, in alphabetical order.
+fn package_folders(python: &Path) -> Vec<PathBuf> {
+    let versions = children(&python.join("lib"))
+        .into_iter()
+        .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python3")));
+    let sites =
+        versions.flat_map(|version| ["site-packages", "dist-packages"].map(|site| version.join(site)));
+    let packages = sites.flat_map(|site| children(&site.join("nvidia")));
+    packages.map(|package| package.join("lib")).filter(|folder| folder.is_dir()).collect()
+}
+
+/// Returns the entries of a folder in alphabetical order; none if it cannot be read.
+fn children(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+    paths.sort();
+    paths
+}
+
+/// A library of CUDA: its file names, and how to get it.
+struct LibraryKind {
+    name: &'static str,
+    file_names: &'static [&'static str],
+    advice: &'static str,
+}
+
+const DRIVER: LibraryKind = LibraryKind {
+    name: "the NVIDIA driver (libcuda)",
+    file_names: &["libcuda.so.1"],
+    advice: "install the NVIDIA driver, or use the CPU",
+};
+
+const NVRTC: LibraryKind = LibraryKind {
+    name: "the compiler of kernels (libnvrtc)",
+    file_names: &["libnvrtc.so.12", "libnvrtc.so.13"],
+    advice: "install it with `pip install nvidia-cuda-nvrtc-cu12`, or set TRIREME_CUDA_LIBRARIES to the folder that contains it",
+};
+
+/// A library that was found.
+#[derive(Debug, Clone)]
+pub struct FoundLibrary {
+    /// Its path, or its file name if the system's loader has found it.
+    pub path: PathBuf,
+    /// Major and minor version.
+    pub version: (i32, i32),
+}
+
+/// The libraries of CUDA, loaded. A process keeps them until it ends.
+pub struct CudaInstallation {
+    pub(super) driver: DriverApi,
+    pub(super) nvrtc: NvrtcApi,
+    pub(super) cache: PathBuf,
+    found: [FoundLibrary; 2],
+}
+
+impl fmt::Debug for CudaInstallation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaInstallation")
+            .field("found", &self.found)
+            .field("cache", &self.cache)
+            .finish_non_exhaustive()
+    }
+}
+
+impl CudaInstallation {
+    /// Loads the libraries. Calls with equal folders return the same installation.
+    ///
+    /// # Errors
+    /// If a library is missing, cannot be loaded or lacks a function, if the driver is too old, or if there is no GPU.
+    pub fn load(folders: &CudaFolders) -> Result<&'static CudaInstallation, CudaError> {
+        static LOADED: Mutex<Vec<(CudaFolders, &'static CudaInstallation)>> = Mutex::new(Vec::new());
+        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, installation)) = loaded.iter().find(|(known, _)| known == folders) {
+            return Ok(installation);
+        }
+        let installation: &'static CudaInstallation = Box::leak(Box::new(Self::open(folders)?));
+        loaded.push((folders.clone(), installation));
+        Ok(installation)
+    }
+
+    fn open(folders: &CudaFolders) -> Result<CudaInstallation, CudaError> {
+        let (driver_path, driver) = find(&DRIVER, folders)?;
+        let driver = DriverApi::load(driver).map_err(|source| unusable(&DRIVER, &driver_path, source))?;
+        let mut version = 0;
+        // SAFETY: writes one number.
+        unsafe { call!(driver, cuDriverGetVersion(&mut version))? };
+        if version < DRIVER_VERSION_MIN {
+            return Err(CudaError::OldDriver { found: version, needed: DRIVER_VERSION_MIN });
+        }
+        // SAFETY: the function has no requirements.
+        unsafe { call!(driver, cuInit(0)) }
+            .map_err(|error| CudaError::NoGpu { reason: error.to_string() })?;
+        let (nvrtc_path, nvrtc) = find(&NVRTC, folders)?;
+        let nvrtc = NvrtcApi::load(nvrtc).map_err(|source| unusable(&NVRTC, &nvrtc_path, source))?;
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: writes two numbers.
+        unsafe { call!(nvrtc, nvrtcVersion(&mut major, &mut minor))? };
+        let found = [
+            FoundLibrary { path: driver_path, version: (version / 1000, version % 1000 / 10) },
+            FoundLibrary { path: nvrtc_path, version: (major, minor) },
+        ];
+        Ok(CudaInstallation { driver, nvrtc, cache: folders.cache.clone(), found })
+    }
+
+    /// Returns the libraries: the driver and NVRTC.
+    pub fn libraries(&self) -> &[FoundLibrary] {
+        &self.found
+    }
+
+    /// Returns the version of NVRTC.
+    pub(super) fn nvrtc_version(&self) -> (i32, i32) {
+        self.found[1].version
+    }
+}
+
+fn unusable(kind: &LibraryKind, path: &Path, source: libloading::Error) -> CudaError {
+    // The system's message, which names the library or function that is missing, is the source of the error.
+    let reason = source.source().map_or_else(|| source.to_string(), ToString::to_string);
+    CudaError::Unusable { path: path.to_owned(), reason, advice: kind.advice }
+}
+
+/// Loads the first library of a kind: from the first folder, by the system's loader, or from the other folders.
+fn find(kind: &LibraryKind, folders: &CudaFolders) -> Result<(PathBuf, Library), CudaError> {
+    let in_folder =
+        |folder: &PathBuf| kind.file_names.iter().map(|name| folder.join(name)).collect::<Vec<_>>();
+    let by_loader = kind.file_names.iter().map(PathBuf::from);
+    let candidates = folders.first.iter().flat_map(in_folder).chain(by_loader);
+    for path in candidates.chain(folders.others.iter().flat_map(in_folder)) {
+        let is_by_loader = path.parent() == Some(Path::new(""));
+        if !is_by_loader && !path.exists() {
+            continue;
+        }
+        // SAFETY: a library of NVIDIA, whose initialization has no requirements, or one that the user has named in its place.
+        match unsafe { Library::new(&path) } {
+            Ok(library) => return Ok((path, library)),
+            // The loader's error says only that it has not found the library.
+            Err(_) if is_by_loader => {}
+            Err(source) => return Err(unusable(kind, &path, source)),
+        }
+    }
+    let looked_in = folders.first.iter().map(|folder| folder.display().to_string());
+    let looked_in = looked_in.chain(["the system's libraries".to_owned()]);
+    let others = folders.others.iter().map(|folder| folder.display().to_string());
+    let looked_in = looked_in.chain(others).collect::<Vec<_>>().join(", ");
+    Err(CudaError::Missing { library: kind.name, looked_in, advice: kind.advice })
+}

@@ -1,0 +1,224 @@
+//! The backend for NVIDIA GPUs.
+//!
+//! Kernels are CUDA C++ (`sources/`), which NVRTC compiles for the GPU at hand. CUDA's libraries are loaded when a device is opened, so the
+//! program needs none of them to start. A call that has no kernel here yet runs on the host, on copies of its operands.
+//!
+//! The host never waits for a kernel, except in downloads. A failure is recorded, and all events that are pending or recorded later fail
+//! with its cause.
+
+mod api;
+mod compile;
+mod context;
+mod error;
+mod installation;
+mod launch;
+mod run;
+mod stream;
+
+pub(crate) use context::DeviceAddresses;
+pub use error::CudaError;
+pub use installation::{CudaFolders, CudaInstallation, FoundLibrary, LIBRARY_VARIABLE};
+
+use crate::kernels::backend::{Backend, DeviceSide, HostCopy, Stream};
+use crate::kernels::call::{Access, Call, Operands};
+use crate::kernels::cpu::Cpu;
+use crate::kernels::{Operand, OperandMut};
+use api::call;
+use context::Context;
+use std::panic::Location;
+use std::sync::Arc;
+use stream::Streams;
+use trireme_base::Event;
+
+/// Options of a CUDA device.
+#[derive(Debug, Clone, Copy)]
+pub struct CudaOptions {
+    /// The libraries.
+    pub installation: &'static CudaInstallation,
+    /// Number of the GPU among those that are visible to the process.
+    pub ordinal: usize,
+}
+
+/// A GPU.
+#[derive(Debug)]
+pub(crate) struct Cuda {
+    context: Arc<Context>,
+    streams: Streams,
+    /// The host's processor, for calls without a kernel.
+    cpu: Arc<Cpu>,
+}
+
+impl Cuda {
+    /// Opens a GPU. Returns its addresses as well, without memory.
+    pub(crate) fn open(options: CudaOptions, cpu: Arc<Cpu>) -> Result<(Self, DeviceAddresses), CudaError> {
+        let context = Context::open(options.installation, options.ordinal)?;
+        let addresses = DeviceAddresses::reserve(&context)?;
+        let streams = Streams::start(&context)?;
+        Ok((Cuda { context, streams, cpu }, addresses))
+    }
+
+    /// Runs a call on the host: copies its operands there, and those that it writes back.
+    fn run_on_host(&self, call: &Call) {
+        let mut operands = Vec::new();
+        call.for_each_operand(&mut |operand, access| operands.push((*operand, access)));
+        let mut copies: Vec<Vec<u128>> =
+            operands.iter().map(|(operand, _)| vec![0; operand.num_bytes().div_ceil(16)]).collect();
+        for ((operand, _), copy) in operands.iter().zip(&mut copies) {
+            self.download(*operand, &mut bytemuck::cast_slice_mut(copy)[..operand.num_bytes()]);
+        }
+        let mut remaining = copies.iter_mut();
+        self.cpu.run(call.with_operands(&mut |operand, _| {
+            let copy = remaining.next().expect("one copy per operand");
+            let bytes = &mut bytemuck::cast_slice_mut(copy)[..operand.num_bytes()];
+            OperandMut::of_host(bytes, (operand.shape(), operand.dtype())).as_operand()
+        }));
+        for ((operand, access), copy) in operands.into_iter().zip(&copies) {
+            if access == Access::Write {
+                let bytes = &bytemuck::cast_slice(copy)[..operand.num_bytes()];
+                self.upload(bytes, OperandMut::new(operand));
+            }
+        }
+    }
+
+    /// Copies memory on the device.
+    fn copy_on_device(&self, from: Operand, to: &OperandMut) {
+        assert_eq!(from.num_bytes(), to.num_bytes());
+        let driver = &self.context.installation.driver;
+        let [from, to, num_bytes] =
+            [from.addresses().start, to.as_operand().addresses().start, from.num_bytes()];
+        self.issue(|| {
+            // SAFETY: operands are arrays of this device's memory, which outlives the copy (see `kernels::operand`).
+            unsafe {
+                call!(
+                    driver,
+                    cuMemcpyDtoDAsync_v2(
+                        to as u64,
+                        from as u64,
+                        num_bytes,
+                        self.streams.handle(Stream::Compute)
+                    )
+                )
+            }
+        });
+    }
+
+    /// Sets all bytes.
+    fn fill(&self, to: &OperandMut, byte: u8) {
+        let driver = &self.context.installation.driver;
+        let (start, num_bytes) = (to.as_operand().addresses().start, to.num_bytes());
+        if num_bytes == 0 {
+            return;
+        }
+        self.issue(|| {
+            // SAFETY: as in `copy_on_device`.
+            unsafe {
+                call!(
+                    driver,
+                    cuMemsetD8Async(start as u64, byte, num_bytes, self.streams.handle(Stream::Compute))
+                )
+            }
+        });
+    }
+
+    /// Calls the driver, unless the device has failed. A failure becomes that of the device.
+    fn issue(&self, issue: impl FnOnce() -> Result<(), CudaError>) {
+        if self.streams.failure().is_some() {
+            return;
+        }
+        if let Err(error) = self.context.enter().and_then(|()| issue()) {
+            self.streams.fail(&error);
+        }
+    }
+}
+
+impl Backend for Cuda {
+    fn run(&self, call: Call) {
+        if self.streams.failure().is_some() {
+            return;
+        }
+        if !self.run_on_device(&call) {
+            self.run_on_host(&call);
+        }
+    }
+
+    fn upload(&self, from: &[u8], to: OperandMut) {
+        assert_eq!(from.len(), to.num_bytes());
+        let driver = &self.context.installation.driver;
+        let to = to.as_operand().addresses().start as u64;
+        self.issue(|| {
+            // SAFETY: as in `copy_on_device`. The driver has read pageable host memory when the function returns. Memory that the process
+            // has pinned is read later, so this waits for it.
+            unsafe {
+                let stream = self.streams.handle(Stream::Compute);
+                call!(driver, cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream))
+            }
+        });
+    }
+
+    fn download(&self, from: Operand, to: &mut [u8]) {
+        assert_eq!(from.num_bytes(), to.len());
+        let driver = &self.context.installation.driver;
+        let from = from.addresses().start as u64;
+        self.issue(|| {
+            // SAFETY: as in `copy_on_device`; the host's memory is borrowed until the stream has run.
+            unsafe {
+                let stream = self.streams.handle(Stream::Compute);
+                call!(driver, cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), stream))?;
+                call!(driver, cuStreamSynchronize(stream))
+            }
+        });
+        if let Some(cause) = self.streams.failure() {
+            panic!("{cause}");
+        }
+    }
+
+    fn copy(&self, HostCopy { device, mut host, after }: HostCopy) -> Event {
+        let (stream, operand) = match &device {
+            DeviceSide::From(operand) => (Stream::ToHost, *operand),
+            DeviceSide::To(operand) => (Stream::FromHost, operand.as_operand()),
+        };
+        if let Err(cause) = after.outcome() {
+            self.streams.fail_with(cause);
+        }
+        self.streams.wait(stream, &self.record());
+        let driver = &self.context.installation.driver;
+        let address = operand.addresses().start as u64;
+        self.issue(|| {
+            let bytes = host.bytes();
+            assert_eq!(operand.num_bytes(), bytes.len());
+            // SAFETY: as in `copy_on_device`; the host's memory is lent to the copy until its event completes.
+            unsafe {
+                let stream = self.streams.handle(stream);
+                match &device {
+                    DeviceSide::From(_) => {
+                        call!(
+                            driver,
+                            cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), address, bytes.len(), stream)
+                        )
+                    }
+                    DeviceSide::To(_) => {
+                        call!(
+                            driver,
+                            cuMemcpyHtoDAsync_v2(address, bytes.as_ptr().cast(), bytes.len(), stream)
+                        )
+                    }
+                }
+            }
+        });
+        self.streams.record(stream, Some((host, operand)))
+    }
+
+    fn record(&self) -> Event {
+        self.streams.record(Stream::Compute, None)
+    }
+
+    fn wait_for(&self, event: &Event, _caller: &'static Location<'static>) {
+        self.streams.wait(Stream::Compute, event);
+    }
+
+    fn reuse(&self, memory: OperandMut) {
+        for event in self.streams.copies_of(&memory.as_operand()) {
+            self.streams.wait(Stream::Compute, &event);
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! Runs kernel calls on a GPU.
+
+mod blocks;
+mod elementwise;
+mod layers;
+mod sums;
+
+use super::Cuda;
+use crate::kernels::call::Call;
+
+impl Cuda {
+    /// Launches the kernels of a call. Returns false if there is none for it.
+    pub(super) fn run_on_device(&self, call: &Call) -> bool {
+        match call {
+            Call::Block(call) => self.run_block(call),
+            Call::Elementwise(call) => self.run_elementwise(call),
+            Call::Layer(call) => self.run_layer(call),
+            Call::Sum(call) => self.run_sum(call),
+            _ => return false,
+        }
+        true
+    }
+}
