@@ -18,7 +18,7 @@ fn driver() -> MutexGuard<'static, Driver> {
 }
 
 /// Runs a function of the driver that needs a device.
-fn call(run: impl FnOnce(&mut Driver) -> Result<(), CUresult>) -> CUresult {
+pub(crate) fn call(run: impl FnOnce(&mut Driver) -> Result<(), CUresult>) -> CUresult {
     let mut driver = driver();
     if !driver.is_initialized {
         return CUDA_ERROR_NOT_INITIALIZED;

@@ -22,6 +22,7 @@ pub mod module;
 pub mod nvrtc;
 pub mod stream;
 
+mod cublaslt;
 mod driver;
 mod random;
 

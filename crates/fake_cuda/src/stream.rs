@@ -36,6 +36,8 @@ pub(crate) enum Job {
         event: u64,
         recording: u64,
     },
+    /// Work of another library, such as a matmul.
+    Run(Box<dyn FnOnce() + Send>),
     /// Waits for a recording of an event.
     Wait {
         event: u64,
@@ -210,6 +212,10 @@ impl Driver {
                 if let Some(state) = self.events.get_mut(&event) {
                     state.num_completed = state.num_completed.max(recording);
                 }
+            }
+            Job::Run(run) => {
+                self.memory.set_open(true);
+                run();
             }
             Job::Launch(launch) => {
                 self.memory.set_open(true);

@@ -110,6 +110,8 @@ pub struct Device {
     recorded: Arc<OnceLock<RecordedCalls>>,
     timer: Option<CallTimer>,
     reaches_host: bool,
+    /// Whether kernels run on a GPU, which needs other scratch memory.
+    is_gpu: bool,
 }
 
 impl Device {
@@ -203,6 +205,7 @@ impl Device {
             recorded: Arc::default(),
             timer: None,
             reaches_host,
+            is_gpu: matches!(options.backend, BackendKind::Cuda(_)),
         }
     }
 
@@ -344,7 +347,17 @@ impl Device {
             (Arc::clone(&self.cpu) as _, reserve(self.arena.page_source(), &counter)?)
         };
         let (arena, staging, cost) = (Arc::new(arena), Arc::clone(&counter), Arc::default());
-        Ok(Device { backend, arena, counter, staging, cost, timer: None, reaches_host: true, ..self.clone() })
+        Ok(Device {
+            backend,
+            arena,
+            counter,
+            staging,
+            cost,
+            timer: None,
+            reaches_host: true,
+            is_gpu: false,
+            ..self.clone()
+        })
     }
 
     /// Returns unused memory to the system, for example after a large temporary allocation. No-op on a detached device.

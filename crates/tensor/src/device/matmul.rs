@@ -4,6 +4,7 @@ use super::{Device, Result};
 use crate::kernels::call::MatmulCall;
 use crate::kernels::cpu::element::Floats;
 use crate::kernels::cpu::matmul::{MatmulSizes, Matrix};
+use crate::kernels::cuda::matmul_scratch_words;
 use crate::precision::Precision;
 use crate::tensor::Tensor;
 use crate::view::{View, ViewMut};
@@ -92,6 +93,9 @@ impl Device {
         size: MatmulSizes,
         (left, transpose): &(View<'_>, Transposition),
     ) -> usize {
+        if self.is_gpu {
+            return matmul_scratch_words(precision, size);
+        }
         let elements = Floats::empty(left.dtype());
         let left = Matrix::row_major(elements, left.shape().cols(), *transpose == Transposition::Yes);
         self.cpu.matmul_scratch(precision, size, left)

@@ -1,6 +1,7 @@
 //! Compares kernels on every backend with their definitions in f64. `tests/operations` does so for the kernels of operations.
 //!
-//! All backends must give the same bits: only shapes determine the order in which a kernel computes.
+//! All backends must give the same bits: only shapes determine the order in which a kernel computes. On a GPU, that holds for kernels
+//! whose sums are exact, or whose order is fixed by their definition; other results are compared by bounds.
 
 mod copies;
 mod fp8;
@@ -17,22 +18,55 @@ use trireme_testkit::TracedDevice;
 /// Float dtypes that kernels compute with.
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
-/// Returns options for every backend, with different numbers of threads and seeds.
+/// Returns options for every backend.
 pub(crate) fn device_options() -> Vec<DeviceOptions> {
+    processor_options().into_iter().chain(gpu_options()).collect()
+}
+
+/// Returns options for processors, attached and detached, with different numbers of threads and seeds.
+fn processor_options() -> Vec<DeviceOptions> {
     let with = |num_threads, backend| DeviceOptions { num_threads, backend, ..DeviceOptions::default() };
     let detached = |seed| BackendKind::Detached(DetachedOptions { seed, ignored_wait: None });
     let seeds = (0..8).map(|seed| with(1, detached(seed)));
     [with(1, BackendKind::Cpu), with(3, BackendKind::Cpu), with(2, detached(8))]
         .into_iter()
         .chain(seeds)
-        .chain(trireme_testkit::fake_gpu().map(|gpu| with(1, gpu)))
         .collect()
+}
+
+/// Returns options for a GPU, if there is one.
+fn gpu_options() -> Option<DeviceOptions> {
+    trireme_testkit::fake_gpu().map(|backend| DeviceOptions {
+        num_threads: 1,
+        backend,
+        ..DeviceOptions::default()
+    })
 }
 
 /// Runs `run` on every device and asserts equal results. Returns the result.
 pub(crate) fn on_all<T: PartialEq + std::fmt::Debug>(run: impl Fn(&Device) -> T) -> T {
+    let found = on_processors(&run);
+    if let Some(options) = gpu_options() {
+        assert!(run(&TracedDevice::open(options).unwrap()) == found, "the GPU has other bits");
+    }
+    found
+}
+
+/// Compares pairs of results that are computed in different orders: they have the same bits on processors, and differ by at most `bound`
+/// on a GPU, relative to values greater than 1.
+pub(crate) fn assert_same_or_near(run: impl Fn(&Device) -> [Vec<f32>; 2], bound: f64, what: &str) {
+    let [left, right] = on_processors(&run);
+    assert_eq!(left, right, "{what}");
+    if let Some(options) = gpu_options() {
+        let [left, right] = run(&TracedDevice::open(options).unwrap());
+        assert_near(&left, right.into_iter().map(f64::from), bound, what);
+    }
+}
+
+/// As [`on_all`], without a GPU.
+fn on_processors<T: PartialEq + std::fmt::Debug>(run: &impl Fn(&Device) -> T) -> T {
     let mut found =
-        device_options().into_iter().map(|options| (options, run(&TracedDevice::open(options).unwrap())));
+        processor_options().into_iter().map(|options| (options, run(&TracedDevice::open(options).unwrap())));
     let (_, first) = found.next().expect("there is the CPU");
     for (options, other) in found {
         assert!(other == first, "{options:?} has other bits");

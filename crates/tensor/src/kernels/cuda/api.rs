@@ -4,6 +4,7 @@
 //! panics where a library or a function is missing.
 
 use super::error::CudaError;
+use cudarc::cublaslt::sys as blas;
 use cudarc::driver::sys as cuda;
 use cudarc::nvrtc::sys as rtc;
 use libloading::Library;
@@ -95,6 +96,32 @@ functions! {
     }
 }
 
+functions! {
+    /// The library for matmuls.
+    BlasApi(blas) -> blas::cublasStatus_t {
+        cublasLtCreate(*mut blas::cublasLtHandle_t);
+        cublasLtDestroy(blas::cublasLtHandle_t);
+        cublasLtMatmulDescCreate(*mut blas::cublasLtMatmulDesc_t, blas::cublasComputeType_t, blas::cudaDataType_t);
+        cublasLtMatmulDescSetAttribute(blas::cublasLtMatmulDesc_t, blas::cublasLtMatmulDescAttributes_t, *const c_void, usize);
+        cublasLtMatmulDescDestroy(blas::cublasLtMatmulDesc_t);
+        cublasLtMatrixLayoutCreate(*mut blas::cublasLtMatrixLayout_t, blas::cudaDataType, u64, u64, i64);
+        cublasLtMatrixLayoutDestroy(blas::cublasLtMatrixLayout_t);
+        cublasLtMatmulPreferenceCreate(*mut blas::cublasLtMatmulPreference_t);
+        cublasLtMatmulPreferenceSetAttribute(blas::cublasLtMatmulPreference_t, blas::cublasLtMatmulPreferenceAttributes_t, *const c_void, usize);
+        cublasLtMatmulPreferenceDestroy(blas::cublasLtMatmulPreference_t);
+        cublasLtMatmulAlgoGetHeuristic(
+            blas::cublasLtHandle_t, blas::cublasLtMatmulDesc_t, blas::cublasLtMatrixLayout_t, blas::cublasLtMatrixLayout_t,
+            blas::cublasLtMatrixLayout_t, blas::cublasLtMatrixLayout_t, blas::cublasLtMatmulPreference_t, c_int,
+            *mut blas::cublasLtMatmulHeuristicResult_t, *mut c_int
+        );
+        cublasLtMatmul(
+            blas::cublasLtHandle_t, blas::cublasLtMatmulDesc_t, *const c_void, *const c_void, blas::cublasLtMatrixLayout_t, *const c_void,
+            blas::cublasLtMatrixLayout_t, *const c_void, *const c_void, blas::cublasLtMatrixLayout_t, *mut c_void, blas::cublasLtMatrixLayout_t,
+            *const blas::cublasLtMatmulAlgo_t, *mut c_void, usize, blas::cudaStream_t
+        );
+    }
+}
+
 impl DriverApi {
     /// Turns the result of a call into an error that names the function.
     pub(super) fn check(&self, function: &'static str, status: Status) -> Result<(), CudaError> {
@@ -121,13 +148,30 @@ impl DriverApi {
 }
 
 impl NvrtcApi {
-    /// Turns the result of a call into an error that names the function.
+    /// As [`DriverApi::check`].
     pub(super) fn check(&self, function: &'static str, status: Status) -> Result<(), CudaError> {
-        if status == 0 {
-            return Ok(());
-        }
-        Err(CudaError::Call { function, name: format!("error {status}") })
+        check_number(function, status)
     }
+}
+
+impl BlasApi {
+    /// As [`DriverApi::check`].
+    pub(super) fn check(&self, function: &'static str, status: Status) -> Result<(), CudaError> {
+        check_number(function, status)
+    }
+
+    /// Returns the version, as ten thousand times the major and a hundred times the minor number.
+    pub(super) fn version(&self) -> usize {
+        // SAFETY: the function has this signature and no requirements.
+        unsafe {
+            let function = self.library.get::<unsafe extern "C" fn() -> usize>(b"cublasLtGetVersion\0");
+            function.map_or(0, |function| function())
+        }
+    }
+}
+
+fn check_number(function: &'static str, status: Status) -> Result<(), CudaError> {
+    if status == 0 { Ok(()) } else { Err(CudaError::Call { function, name: format!("error {status}") }) }
 }
 
 /// Calls a function of a table, and turns its result into an error that names it.

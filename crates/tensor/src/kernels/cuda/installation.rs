@@ -1,6 +1,6 @@
 //! Finds and loads CUDA's libraries.
 
-use super::api::{DriverApi, NvrtcApi, call};
+use super::api::{BlasApi, DriverApi, NvrtcApi, call};
 use super::error::CudaError;
 use libloading::Library;
 use std::error::Error;
@@ -92,6 +92,12 @@ const NVRTC: LibraryKind = LibraryKind {
     advice: "install it with `pip install nvidia-cuda-nvrtc-cu12`, or set TRIREME_CUDA_LIBRARIES to the folder that contains it",
 };
 
+const CUBLAS: LibraryKind = LibraryKind {
+    name: "the library for matmuls (libcublasLt)",
+    file_names: &["libcublasLt.so.12", "libcublasLt.so.13"],
+    advice: "install it with `pip install nvidia-cublas-cu12`, or set TRIREME_CUDA_LIBRARIES to the folder that contains it",
+};
+
 /// A library that was found.
 #[derive(Debug, Clone)]
 pub struct FoundLibrary {
@@ -105,8 +111,9 @@ pub struct FoundLibrary {
 pub struct CudaInstallation {
     pub(super) driver: DriverApi,
     pub(super) nvrtc: NvrtcApi,
+    pub(super) blas: BlasApi,
     pub(super) cache: PathBuf,
-    found: [FoundLibrary; 2],
+    found: [FoundLibrary; 3],
 }
 
 impl fmt::Debug for CudaInstallation {
@@ -151,14 +158,18 @@ impl CudaInstallation {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: writes two numbers.
         unsafe { call!(nvrtc, nvrtcVersion(&mut major, &mut minor))? };
+        let (blas_path, blas) = find(&CUBLAS, folders)?;
+        let blas = BlasApi::load(blas).map_err(|source| unusable(&CUBLAS, &blas_path, source))?;
+        let blas_version = blas.version() as i32;
         let found = [
             FoundLibrary { path: driver_path, version: (version / 1000, version % 1000 / 10) },
             FoundLibrary { path: nvrtc_path, version: (major, minor) },
+            FoundLibrary { path: blas_path, version: (blas_version / 10_000, blas_version % 10_000 / 100) },
         ];
-        Ok(CudaInstallation { driver, nvrtc, cache: folders.cache.clone(), found })
+        Ok(CudaInstallation { driver, nvrtc, blas, cache: folders.cache.clone(), found })
     }
 
-    /// Returns the libraries: the driver and NVRTC.
+    /// Returns the libraries: the driver, NVRTC and cuBLASLt.
     pub fn libraries(&self) -> &[FoundLibrary] {
         &self.found
     }

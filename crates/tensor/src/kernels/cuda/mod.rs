@@ -12,12 +12,14 @@ mod context;
 mod error;
 mod installation;
 mod launch;
+mod matmul;
 mod run;
 mod stream;
 
 pub(crate) use context::DeviceAddresses;
 pub use error::CudaError;
 pub use installation::{CudaFolders, CudaInstallation, FoundLibrary, LIBRARY_VARIABLE};
+pub(crate) use matmul::matmul_scratch_words;
 
 use crate::kernels::backend::{Backend, DeviceSide, HostCopy, Stream};
 use crate::kernels::call::{Access, Call, Operands};
@@ -25,6 +27,7 @@ use crate::kernels::cpu::Cpu;
 use crate::kernels::{Operand, OperandMut};
 use api::call;
 use context::Context;
+use matmul::Blas;
 use std::panic::Location;
 use std::sync::Arc;
 use stream::Streams;
@@ -44,6 +47,7 @@ pub struct CudaOptions {
 pub(crate) struct Cuda {
     context: Arc<Context>,
     streams: Streams,
+    blas: Blas,
     /// The host's processor, for calls without a kernel.
     cpu: Arc<Cpu>,
 }
@@ -53,8 +57,8 @@ impl Cuda {
     pub(crate) fn open(options: CudaOptions, cpu: Arc<Cpu>) -> Result<(Self, DeviceAddresses), CudaError> {
         let context = Context::open(options.installation, options.ordinal)?;
         let addresses = DeviceAddresses::reserve(&context)?;
-        let streams = Streams::start(&context)?;
-        Ok((Cuda { context, streams, cpu }, addresses))
+        let (streams, blas) = (Streams::start(&context)?, Blas::open(&context)?);
+        Ok((Cuda { context, streams, blas, cpu }, addresses))
     }
 
     /// Runs a call on the host: copies its operands there, and those that it writes back.

@@ -42,9 +42,7 @@ impl Cuda {
                 launch.arg(out).arg(term).over_elements(out.shape());
             }
             ElementwiseCall::AddBias { x, bias, residual, y } => {
-                let launch = self.kernel("add_bias", &[x.dtype(), y.dtype()]);
-                let launch = launch.arg(x).arg(bias).arg(residual).arg(y);
-                launch.arg(x.shape().cols()).over_elements(x.shape());
+                self.add_bias(*x, *bias, *residual, y);
             }
         }
     }

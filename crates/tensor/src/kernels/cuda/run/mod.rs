@@ -15,6 +15,7 @@ impl Cuda {
             Call::Block(call) => self.run_block(call),
             Call::Elementwise(call) => self.run_elementwise(call),
             Call::Layer(call) => self.run_layer(call),
+            Call::Matmul(call) => self.run_matmul(call),
             Call::Sum(call) => self.run_sum(call),
             _ => return false,
         }

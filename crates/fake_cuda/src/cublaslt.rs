@@ -1,0 +1,363 @@
+//! cuBLASLt: matmuls of column-major matrices, in f32.
+
+use crate::Out;
+use crate::driver::call;
+use crate::stream::{Driver, Job};
+use cudarc::cublaslt::sys::cublasStatus_t::{self, *};
+use cudarc::driver::sys::CUresult;
+use std::ffi::{c_int, c_void};
+
+/// Numbers of the library's enumerations.
+const TRANSPOSE_A: u32 = 3;
+const TRANSPOSE_B: u32 = 4;
+const EPILOGUE: u32 = 7;
+const BIAS_POINTER: u32 = 8;
+const EPILOGUE_BIAS: u32 = 4;
+
+/// The description of a matmul.
+#[derive(Debug, Clone, Copy, Default)]
+struct Description {
+    transposed: [bool; 2],
+    has_bias: bool,
+    bias: usize,
+}
+
+/// The layout of a matrix. Columns have a distance of `stride` elements.
+#[derive(Debug, Clone, Copy)]
+struct Layout {
+    dtype: Dtype,
+    rows: usize,
+    cols: usize,
+    stride: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Dtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+/// A matrix in device memory.
+#[derive(Debug, Clone, Copy)]
+struct Matrix {
+    start: usize,
+    layout: Layout,
+    is_transposed: bool,
+}
+
+impl Layout {
+    fn num_bytes(&self) -> usize {
+        self.cols * self.stride * if self.dtype == Dtype::F32 { 4 } else { 2 }
+    }
+
+    fn sizes(&self, is_transposed: bool) -> (usize, usize) {
+        if is_transposed { (self.cols, self.rows) } else { (self.rows, self.cols) }
+    }
+}
+
+impl Matrix {
+    /// Returns an element.
+    ///
+    /// # Safety
+    /// The matrix is in memory that is accessible now, and has the element.
+    unsafe fn get(&self, row: usize, col: usize) -> f32 {
+        let (row, col) = if self.is_transposed { (col, row) } else { (row, col) };
+        let index = col * self.layout.stride + row;
+        // SAFETY: by the promise of the caller.
+        unsafe {
+            match self.layout.dtype {
+                Dtype::F32 => (self.start as *const f32).add(index).read(),
+                Dtype::F16 => widened((self.start as *const u16).add(index).read()),
+                Dtype::Bf16 => f32::from_bits(u32::from((self.start as *const u16).add(index).read()) << 16),
+            }
+        }
+    }
+
+    /// Sets an element, rounded to nearest even.
+    ///
+    /// # Safety
+    /// As for [`get`](Matrix::get).
+    unsafe fn set(&self, row: usize, col: usize, value: f32) {
+        let index = col * self.layout.stride + row;
+        // SAFETY: by the promise of the caller.
+        unsafe {
+            match self.layout.dtype {
+                Dtype::F32 => (self.start as *mut f32).add(index).write(value),
+                Dtype::F16 => (self.start as *mut u16).add(index).write(rounded(value)),
+                Dtype::Bf16 => {
+                    let bits = value.to_bits();
+                    let up = if value.is_nan() { 0 } else { 0x7fff + (bits >> 16 & 1) };
+                    (self.start as *mut u16).add(index).write(((bits.wrapping_add(up)) >> 16) as u16);
+                }
+            }
+        }
+    }
+}
+
+/// Returns the value of the bits of an f16.
+fn widened(bits: u16) -> f32 {
+    let (sign, exponent, fraction) = (bits >> 15, bits >> 10 & 31, f32::from(bits & 0x3ff));
+    let magnitude = match exponent {
+        0 => fraction * 2.0_f32.powi(-24),
+        31 if fraction == 0.0 => f32::INFINITY,
+        31 => f32::NAN,
+        exponent => (1024.0 + fraction) * 2.0_f32.powi(i32::from(exponent) - 25),
+    };
+    if sign == 1 { -magnitude } else { magnitude }
+}
+
+/// Returns the bits of the nearest f16: of a pair of neighbors, the one with an even fraction.
+fn rounded(value: f32) -> u16 {
+    let sign = if value.is_sign_negative() { 0x8000 } else { 0 };
+    let magnitude = value.abs();
+    if magnitude.is_nan() {
+        return sign | 0x7e00;
+    }
+    // The distance of the neighbors.
+    let exponent = (magnitude.to_bits() >> 23) as i32 - 127;
+    let step = 2.0_f32.powi(exponent.max(-14) - 10);
+    let nearest = (magnitude / step).round_ties_even() * step;
+    if nearest >= 65_520.0 {
+        return sign | 0x7c00;
+    }
+    let exponent = ((nearest.to_bits() >> 23) as i32 - 127).max(-14);
+    let fraction = (nearest / 2.0_f32.powi(exponent - 10)) as u16;
+    // The leading bit of a normal number adds 1 to the exponent.
+    sign | ((((exponent + 14) as u16) << 10) + fraction)
+}
+
+/// Reads what a pointer names.
+///
+/// # Safety
+/// `from` is the address of a value of this type.
+unsafe fn read<T: Copy>(from: *const c_void) -> T {
+    // SAFETY: by the promise of the caller.
+    unsafe { from.cast::<T>().read_unaligned() }
+}
+
+fn status(outcome: CUresult) -> cublasStatus_t {
+    if outcome == CUresult::CUDA_SUCCESS { CUBLAS_STATUS_SUCCESS } else { CUBLAS_STATUS_EXECUTION_FAILED }
+}
+
+/// Moves a value to memory that the caller owns until it destroys it.
+fn create<T>(place: Out<'_, *mut T>, value: T) -> cublasStatus_t {
+    place.write(Box::into_raw(Box::new(value)));
+    CUBLAS_STATUS_SUCCESS
+}
+
+/// Frees a value of [`create`].
+///
+/// # Safety
+/// `create` has made it, and nothing uses it.
+unsafe fn destroy<T>(value: *mut T) -> cublasStatus_t {
+    // SAFETY: by the promise of the caller.
+    drop(unsafe { Box::from_raw(value) });
+    CUBLAS_STATUS_SUCCESS
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cublasLtGetVersion() -> usize {
+    120_800
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cublasLtCreate(handle: Out<'_, *mut u8>) -> cublasStatus_t {
+    create(handle, 0)
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cublasLtDestroy(handle: *mut u8) -> cublasStatus_t {
+    // SAFETY: the caller passes a handle of `cublasLtCreate`.
+    unsafe { destroy(handle) }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cublasLtMatmulDescCreate(
+    description: Out<'_, *mut Description>,
+    _compute: u32,
+    _scale: u32,
+) -> cublasStatus_t {
+    create(description, Description::default())
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cublasLtMatmulDescSetAttribute(
+    description: *mut Description,
+    attribute: u32,
+    value: *const c_void,
+    num_bytes: usize,
+) -> cublasStatus_t {
+    // SAFETY: the caller passes a description, and the address of a value of the attribute's size, which is checked.
+    unsafe {
+        match (attribute, num_bytes) {
+            (TRANSPOSE_A, 4) => (*description).transposed[0] = read::<u32>(value) == 1,
+            (TRANSPOSE_B, 4) => (*description).transposed[1] = read::<u32>(value) == 1,
+            (EPILOGUE, 4) => (*description).has_bias = read::<u32>(value) == EPILOGUE_BIAS,
+            (BIAS_POINTER, 8) => (*description).bias = read::<usize>(value),
+            _ => return CUBLAS_STATUS_INVALID_VALUE,
+        }
+    }
+    CUBLAS_STATUS_SUCCESS
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cublasLtMatmulDescDestroy(description: *mut Description) -> cublasStatus_t {
+    // SAFETY: the caller passes a description that it does not use any more.
+    unsafe { destroy(description) }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cublasLtMatrixLayoutCreate(
+    layout: Out<'_, *mut Layout>,
+    dtype: u32,
+    rows: u64,
+    cols: u64,
+    stride: i64,
+) -> cublasStatus_t {
+    let dtype = match dtype {
+        0 => Dtype::F32,
+        2 => Dtype::F16,
+        14 => Dtype::Bf16,
+        _ => return CUBLAS_STATUS_INVALID_VALUE,
+    };
+    if rows == 0 || cols == 0 || (stride as u64) < rows {
+        return CUBLAS_STATUS_INVALID_VALUE;
+    }
+    create(layout, Layout { dtype, rows: rows as usize, cols: cols as usize, stride: stride as usize })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cublasLtMatrixLayoutDestroy(layout: *mut Layout) -> cublasStatus_t {
+    // SAFETY: the caller passes a layout that it does not use any more.
+    unsafe { destroy(layout) }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cublasLtMatmulPreferenceCreate(preference: Out<'_, *mut u8>) -> cublasStatus_t {
+    create(preference, 0)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cublasLtMatmulPreferenceSetAttribute(
+    _preference: *mut u8,
+    _attribute: u32,
+    _value: *const c_void,
+    _num_bytes: usize,
+) -> cublasStatus_t {
+    CUBLAS_STATUS_SUCCESS
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cublasLtMatmulPreferenceDestroy(preference: *mut u8) -> cublasStatus_t {
+    // SAFETY: the caller passes a preference that it does not use any more.
+    unsafe { destroy(preference) }
+}
+
+/// `cublasLtMatmulHeuristicResult_t`.
+#[repr(C)]
+struct HeuristicResult {
+    algorithm: [u64; 8],
+    workspace_bytes: usize,
+    state: u32,
+    waves: f32,
+    reserved: [c_int; 4],
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cublasLtMatmulAlgoGetHeuristic(
+    _handle: *mut u8,
+    _description: *const Description,
+    _a: *const Layout,
+    _b: *const Layout,
+    _c: *const Layout,
+    _d: *const Layout,
+    _preference: *mut u8,
+    _num_requested: c_int,
+    results: Out<'_, HeuristicResult>,
+    num_results: Out<'_, c_int>,
+) -> cublasStatus_t {
+    results.write(HeuristicResult {
+        algorithm: [0; 8],
+        workspace_bytes: 0,
+        state: 0,
+        waves: 1.0,
+        reserved: [0; 4],
+    });
+    num_results.write(1);
+    CUBLAS_STATUS_SUCCESS
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cublasLtMatmul(
+    _handle: *mut u8,
+    description: *const Description,
+    alpha: *const f32,
+    a: usize,
+    a_layout: *const Layout,
+    b: usize,
+    b_layout: *const Layout,
+    beta: *const f32,
+    c: usize,
+    c_layout: *const Layout,
+    d: usize,
+    d_layout: *const Layout,
+    _algorithm: *const [u64; 8],
+    _workspace: usize,
+    _workspace_bytes: usize,
+    stream: u64,
+) -> cublasStatus_t {
+    // SAFETY: the caller passes a description, layouts and numbers.
+    let (description, factors, layouts) =
+        unsafe { (*description, [*alpha, *beta], [*a_layout, *b_layout, *c_layout, *d_layout]) };
+    let matrix = |start, layout, is_transposed| Matrix { start, layout, is_transposed };
+    let [a_transposed, b_transposed] = description.transposed;
+    let [a, b] = [matrix(a, layouts[0], a_transposed), matrix(b, layouts[1], b_transposed)];
+    let [c, d] = [matrix(c, layouts[2], false), matrix(d, layouts[3], false)];
+    status(call(|driver| multiply(driver, description, factors, [a, b, c, d], stream)))
+}
+
+/// Checks a matmul and issues it.
+fn multiply(
+    driver: &mut Driver,
+    description: Description,
+    [alpha, beta]: [f32; 2],
+    [a, b, c, d]: [Matrix; 4],
+    stream: u64,
+) -> Result<(), CUresult> {
+    let (rows, inner) = a.layout.sizes(a.is_transposed);
+    let (b_inner, cols) = b.layout.sizes(b.is_transposed);
+    let bias_bytes = if description.has_bias { rows * 4 } else { 0 };
+    let fits = inner == b_inner
+        && [c, d].iter().all(|matrix| matrix.layout.sizes(false) == (rows, cols))
+        && a.layout.dtype == b.layout.dtype
+        && c.layout.dtype == d.layout.dtype
+        // The library has a bias of the dtype of the result alone.
+        && (!description.has_bias || d.layout.dtype == Dtype::F32)
+        && [a, b, c, d].iter().all(|matrix| driver.memory.contains(matrix.start, matrix.layout.num_bytes()))
+        && driver.memory.contains(description.bias, bias_bytes);
+    if !fits {
+        return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
+    }
+    driver.push(
+        stream,
+        Job::Run(Box::new(move || {
+            for col in 0..cols {
+                for row in 0..rows {
+                    // SAFETY: jobs run while device memory is accessible, and the matrices were checked above.
+                    unsafe {
+                        let products = (0..inner).map(|at| a.get(row, at) * b.get(at, col));
+                        let mut value = alpha * products.sum::<f32>();
+                        if beta != 0.0 {
+                            value += beta * c.get(row, col);
+                        }
+                        if description.has_bias {
+                            value += (description.bias as *const f32).add(row).read();
+                        }
+                        d.set(row, col, value);
+                    }
+                }
+            }
+        })),
+    )
+}
