@@ -3,6 +3,7 @@
 use super::{Device, Result};
 use crate::kernels::call::AttentionCall;
 use crate::kernels::cpu::element::with_element;
+use crate::kernels::cuda::attention_scratch;
 use crate::kernels::{
     AttentionInputs, AttentionOutput, AttentionRule, AttentionScope, AttentionShape, Operand,
 };
@@ -25,7 +26,7 @@ impl Device {
     ) -> Result<()> {
         let dtype = inputs.queries.dtype();
         assert_eq!(y.dtype(), dtype);
-        let mut scratch = self.attention_scratch(dtype, shape, false)?;
+        let mut scratch = self.attention_scratch(dtype, shape, 0, false)?;
         let (inputs, scope) = (operands(inputs), AttentionScope::whole(shape, rule));
         let [y, log_sums, scratch] = [y, log_sums, scratch.view_mut()].map(ViewMut::into_operand);
         self.issue(AttentionCall::Attention { inputs, y, log_sums, scratch, shape, scope });
@@ -45,15 +46,25 @@ impl Device {
         y: ViewMut<'_>,
         log_sums: ViewMut<'_>,
     ) -> Result<()> {
-        let mut scratch = self.attention_scratch(inputs.queries.dtype(), shape, false)?;
+        let mut scratch = self.attention_scratch(inputs.queries.dtype(), shape, 0, false)?;
         let inputs = operands(inputs);
         let [y, log_sums, scratch] = [y, log_sums, scratch.view_mut()].map(ViewMut::into_operand);
         self.issue(AttentionCall::AttentionBlock { inputs, y, log_sums, scratch, shape, scope });
         Ok(())
     }
 
-    fn attention_scratch(&self, dtype: DType, shape: AttentionShape, backward: bool) -> Result<Tensor> {
-        let len = with_element!(dtype => |T| self.cpu.attention_scratch::<T>(shape, 0, backward));
+    /// Allocates scratch memory for attention after `num_earlier` cached positions.
+    fn attention_scratch(
+        &self,
+        dtype: DType,
+        shape: AttentionShape,
+        num_earlier: usize,
+        backward: bool,
+    ) -> Result<Tensor> {
+        if self.is_gpu {
+            return self.activation([attention_scratch(shape, backward)]);
+        }
+        let len = with_element!(dtype => |T| self.cpu.attention_scratch::<T>(shape, num_earlier, backward));
         self.activation([len])
     }
 
@@ -71,7 +82,7 @@ impl Device {
         log_sums: ViewMut<'_>,
     ) -> Result<()> {
         let CacheViews { keys, values, capacity, len } = cache;
-        let mut scratch = self.activation([self.cpu.attention_scratch::<f32>(shape, len, false)])?;
+        let mut scratch = self.attention_scratch(DType::F32, shape, len, false)?;
         self.issue(AttentionCall::AttentionCached {
             qkv: qkv.operand(),
             keys: keys.into_operand(),
@@ -102,7 +113,7 @@ impl Device {
     ) -> Result<()> {
         let dtype = inputs.queries.dtype();
         assert_eq!(d_queries.dtype(), dtype);
-        let mut scratch = self.attention_scratch(dtype, shape, true)?;
+        let mut scratch = self.attention_scratch(dtype, shape, 0, true)?;
         self.issue(AttentionCall::AttentionBackward {
             inputs: operands(inputs),
             output: output.map(View::operand),
@@ -128,7 +139,7 @@ impl Device {
         d_queries: ViewMut<'_>,
         d_keys_values: ViewMut<'_>,
     ) -> Result<()> {
-        let mut scratch = self.attention_scratch(inputs.queries.dtype(), shape, true)?;
+        let mut scratch = self.attention_scratch(inputs.queries.dtype(), shape, 0, true)?;
         self.issue(AttentionCall::AttentionBlockBackward {
             inputs: operands(inputs),
             output: output.map(View::operand),

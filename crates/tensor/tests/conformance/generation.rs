@@ -1,6 +1,6 @@
 //! Attention with a KV cache, with and without rotary embeddings.
 
-use super::{assert_near, on_all, random, shaped};
+use super::{assert_near, on_all_near, random, shaped};
 use std::sync::Arc;
 use trireme_tensor::tape::{Attention, KeyValueCache, Recording, RotaryTable};
 use trireme_tensor::{AttentionRule, Category, Device, ParameterTable, Parameters, Precision, Tape};
@@ -59,7 +59,7 @@ fn no_parameters(device: &Device) -> Parameters {
 fn cached_attention_of_chunks_equals_attention_of_the_sequence() {
     let qkv = random(SEQ_LEN * COLS, "qkv");
     for is_rotary in [false, true] {
-        let found = on_all(|device| {
+        let found = on_all_near(1e-5, |device| {
             let (attention, parameters) = (operation(device, is_rotary), no_parameters(device));
             let mut cache = KeyValueCache::new(device, 1, SEQ_LEN, &attention).unwrap();
             let mut found = Vec::new();
@@ -80,7 +80,7 @@ fn cached_attention_of_chunks_equals_attention_of_the_sequence() {
 #[test]
 fn rotary_attention_has_the_gradient_of_its_definition() {
     let (qkv, dy) = (random(SEQ_LEN * COLS, "qkv"), random(SEQ_LEN * HEADS * DIM, "dy"));
-    let found = on_all(|device| {
+    let found = on_all_near(1e-5, |device| {
         let (attention, parameters) = (Arc::new(operation(device, true)), no_parameters(device));
         let mut tape = Tape::new(device, Recording::On, Precision::F32);
         let input = tape.input(shaped(device, &qkv, [1, SEQ_LEN, COLS]));

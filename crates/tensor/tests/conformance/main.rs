@@ -52,6 +52,16 @@ pub(crate) fn on_all<T: PartialEq + std::fmt::Debug>(run: impl Fn(&Device) -> T)
     found
 }
 
+/// As [`on_all`], but the results of a GPU may differ by `bound`, relative to values greater than 1.
+pub(crate) fn on_all_near(bound: f64, run: impl Fn(&Device) -> Vec<f32>) -> Vec<f32> {
+    let found = on_processors(&run);
+    if let Some(options) = gpu_options() {
+        let of_gpu = run(&TracedDevice::open(options).unwrap());
+        assert_near(&of_gpu, found.iter().copied().map(f64::from), bound, "element of the GPU");
+    }
+    found
+}
+
 /// Compares pairs of results that are computed in different orders: they have the same bits on processors, and differ by at most `bound`
 /// on a GPU, relative to values greater than 1.
 pub(crate) fn assert_same_or_near(run: impl Fn(&Device) -> [Vec<f32>; 2], bound: f64, what: &str) {

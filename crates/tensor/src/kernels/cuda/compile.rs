@@ -13,6 +13,7 @@ const HEADERS: [(&str, &str); 1] = [("common.cuh", include_str!("sources/common.
 
 /// The sources of all kernels, which are compiled in parallel.
 const SOURCES: &[(&str, &str)] = &[
+    ("attention.cu", include_str!("sources/attention.cu")),
     ("blocks.cu", include_str!("sources/blocks.cu")),
     ("elementwise.cu", include_str!("sources/elementwise.cu")),
     ("layers.cu", include_str!("sources/layers.cu")),

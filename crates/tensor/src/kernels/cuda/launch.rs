@@ -12,6 +12,9 @@ use trireme_base::{DType, RandomKey};
 /// Number of threads of a block; `BLOCK` in `sources/common.cuh`.
 const BLOCK_THREADS: u32 = 256;
 
+/// Number of threads of a warp; `WARP` in `sources/common.cuh`.
+const WARP: u32 = 32;
+
 /// Maximum number of blocks of kernels whose threads loop over elements: enough for any GPU.
 const BLOCKS_MAX: u64 = 1 << 14;
 
@@ -151,6 +154,12 @@ impl Launch<'_> {
     /// Launches with a block per row, or with blocks that loop over rows. The number of rows is the last argument.
     pub(super) fn over_rows(self, num_rows: usize) {
         self.arg(num_rows).run((num_rows as u64).min(BLOCKS_MAX) as u32);
+    }
+
+    /// Launches with a warp per item, or with warps that loop over items. The number of items is the last argument.
+    pub(super) fn over_warps(self, num_items: usize) {
+        let num_blocks = (num_items as u64).div_ceil(u64::from(BLOCK_THREADS / WARP));
+        self.arg(num_items).run(num_blocks.min(BLOCKS_MAX) as u32);
     }
 
     /// Launches a kernel that sums columns. Their number is the last argument.

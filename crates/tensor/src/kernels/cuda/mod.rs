@@ -20,6 +20,7 @@ pub(crate) use context::DeviceAddresses;
 pub use error::CudaError;
 pub use installation::{CudaFolders, CudaInstallation, FoundLibrary, LIBRARY_VARIABLE};
 pub(crate) use matmul::matmul_scratch_words;
+pub(crate) use run::attention_scratch;
 
 use crate::kernels::backend::{Backend, DeviceSide, HostCopy, Stream};
 use crate::kernels::call::{Access, Call, Operands};

@@ -1,0 +1,228 @@
+use super::super::Cuda;
+use super::super::launch::{Argument, Words};
+use crate::kernels::call::AttentionCall;
+use crate::kernels::{AttentionInputs, AttentionOutput, AttentionScope, AttentionShape, Operand, OperandMut};
+use crate::shape::Shape;
+use trireme_base::DType;
+
+/// Largest dim of heads that the kernels have columns for; `DIM_MAX` in `sources/attention.cu`.
+const DIM_MAX: usize = 256;
+
+/// Arrays of queries, keys and values, as addresses, and the layout of their rows.
+struct Arrays {
+    queries: usize,
+    keys: usize,
+    values: usize,
+    query_stride: usize,
+    key_stride: usize,
+    value_stride: usize,
+    /// Rows of keys of a sequence.
+    rows_per_sequence: usize,
+}
+
+impl Arrays {
+    /// Rows of queries, keys and values, or of queries alone if keys and values are separate. `queries` and `keys_values` are the inputs, or
+    /// their gradients of elements of `size` bytes.
+    fn new(queries: Operand, keys_values: Option<Operand>, shape: AttentionShape) -> Self {
+        let size = queries.dtype().size();
+        let start = |operand: Operand| operand.addresses().start;
+        let (keys, query_stride, key_stride) = match keys_values {
+            Some(keys_values) => (start(keys_values), shape.query_cols(), shape.kv_cols()),
+            None => (start(queries) + shape.query_cols() * size, shape.qkv_cols(), shape.qkv_cols()),
+        };
+        let values = keys + shape.key_cols() * size;
+        Arrays {
+            queries: start(queries),
+            keys,
+            values,
+            query_stride,
+            key_stride,
+            value_stride: key_stride,
+            rows_per_sequence: shape.num_keys,
+        }
+    }
+}
+
+/// `Attention` of `sources/attention.cu`.
+struct Sizes<'a> {
+    shape: AttentionShape,
+    scope: AttentionScope,
+    arrays: &'a Arrays,
+    padding_starts: Option<Operand>,
+    document_starts: Option<Operand>,
+}
+
+impl Argument for Sizes<'_> {
+    fn append(&self, to: &mut Words) -> usize {
+        let Sizes { shape, scope, arrays, .. } = self;
+        let AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, value_dim, num_keys } =
+            *shape;
+        assert!(head_dim <= DIM_MAX && value_dim <= DIM_MAX, "heads of {head_dim} and {value_dim}");
+        let sizes = [batch, seq_len, num_heads, num_kv_heads, head_dim, value_dim, num_keys].append(to);
+        let Arrays { query_stride, key_stride, value_stride, rows_per_sequence, .. } = **arrays;
+        let strides = [query_stride, key_stride, value_stride, rows_per_sequence].append(to);
+        let mask = [usize::from(scope.rule.is_causal), scope.rule.window.unwrap_or(0)].append(to);
+        let positions = scope.queries.append(to) + scope.keys.append(to);
+        let starts = self.padding_starts.append(to) + self.document_starts.append(to);
+        let [scale, soft_cap] = [scope.rule.scale, scope.rule.soft_cap.unwrap_or(0.0)].map(f32::to_bits);
+        let scales = (u64::from(scale) | u64::from(soft_cap) << 32).append(to);
+        sizes + strides + mask + positions + starts + scales
+    }
+}
+
+impl Cuda {
+    /// Returns whether there is a kernel for a call.
+    pub(super) fn run_attention(&self, call: &AttentionCall) -> bool {
+        match call {
+            AttentionCall::Rotary { qkv, shape, rotary, inverse } => {
+                let num_heads = shape.num_heads + shape.num_kv_heads;
+                let launch = self.kernel("rotary", &[qkv.dtype()]).arg(qkv).arg(shape.qkv_cols());
+                let launch = launch.arg(num_heads).arg(shape.head_dim).arg(shape.seq_len);
+                let launch = launch.arg(rotary.cos).arg(rotary.sin).arg(rotary.positions);
+                let launch = launch.arg(if *inverse { -1.0_f32 } else { 1.0 });
+                launch.over_elements([shape.rows(), num_heads, shape.head_dim / 2].into());
+            }
+            AttentionCall::Attention { inputs, y, log_sums, shape, scope, .. } => {
+                self.attention(inputs, y, log_sums, *shape, *scope, false);
+            }
+            AttentionCall::AttentionBlock { inputs, y, log_sums, shape, scope, .. } => {
+                self.attention(inputs, y, log_sums, *shape, *scope, true);
+            }
+            AttentionCall::AttentionCached {
+                qkv,
+                keys,
+                values,
+                y,
+                log_sums,
+                shape,
+                rule,
+                capacity,
+                len,
+                ..
+            } => {
+                assert!(len + shape.seq_len <= *capacity, "the cache has room for {capacity} positions");
+                let append = |cache: &OperandMut, first_col: usize, cache_cols: usize| {
+                    let launch = self.kernel("append_to_cache", &[]).arg(qkv).arg(shape.qkv_cols());
+                    let launch = launch.arg(first_col).arg(shape.seq_len).arg(cache).arg(capacity).arg(len);
+                    launch.arg(cache_cols).over_elements([shape.rows(), cache_cols].into());
+                };
+                append(keys, shape.query_cols(), shape.key_cols());
+                append(values, shape.query_cols() + shape.key_cols(), shape.value_cols());
+                let scope = AttentionScope::after(*len, *shape, *rule);
+                let shape = AttentionShape { num_keys: len + shape.num_keys, ..*shape };
+                let arrays = Arrays {
+                    keys: keys.as_operand().addresses().start,
+                    values: values.as_operand().addresses().start,
+                    key_stride: shape.key_cols(),
+                    value_stride: shape.value_cols(),
+                    rows_per_sequence: *capacity,
+                    ..Arrays::new(*qkv, None, shape)
+                };
+                let inputs = AttentionInputs::packed_qkv(*qkv);
+                self.launch_attention(&inputs, &arrays, y, log_sums, shape, scope, false);
+            }
+            AttentionCall::AttentionBackward {
+                inputs,
+                output,
+                d_queries,
+                d_keys_values,
+                scratch,
+                shape,
+                scope,
+            } => {
+                let d_keys_values = d_keys_values.as_ref();
+                self.attention_backward(
+                    inputs,
+                    output,
+                    [Some(d_queries), d_keys_values],
+                    scratch,
+                    (*shape, *scope),
+                    false,
+                );
+            }
+            AttentionCall::AttentionBlockBackward {
+                inputs,
+                output,
+                d_queries,
+                d_keys_values,
+                scratch,
+                shape,
+                scope,
+            } => {
+                let grads = [Some(d_queries), Some(d_keys_values)];
+                self.attention_backward(inputs, output, grads, scratch, (*shape, *scope), true);
+            }
+            AttentionCall::LatentHeads { .. } | AttentionCall::LatentHeadsBackward { .. } => return false,
+        }
+        true
+    }
+
+    fn attention(
+        &self,
+        inputs: &AttentionInputs<Operand>,
+        y: &OperandMut,
+        log_sums: &OperandMut,
+        shape: AttentionShape,
+        scope: AttentionScope,
+        has_earlier_keys: bool,
+    ) {
+        let arrays = Arrays::new(inputs.queries, inputs.keys_values, shape);
+        self.launch_attention(inputs, &arrays, y, log_sums, shape, scope, has_earlier_keys);
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the arrays and sizes of one kernel")]
+    fn launch_attention(
+        &self,
+        inputs: &AttentionInputs<Operand>,
+        arrays: &Arrays,
+        y: &OperandMut,
+        log_sums: &OperandMut,
+        shape: AttentionShape,
+        scope: AttentionScope,
+        has_earlier_keys: bool,
+    ) {
+        let AttentionInputs { queries, padding_starts, document_starts, .. } = *inputs;
+        let sizes = Sizes { shape, scope, arrays, padding_starts, document_starts };
+        let launch = self.kernel("attention", &[queries.dtype(), y.dtype()]).arg(sizes);
+        let launch = launch.arg(arrays.queries).arg(arrays.keys).arg(arrays.values).arg(y).arg(log_sums);
+        launch.arg(has_earlier_keys).over_warps(shape.rows() * shape.num_heads);
+    }
+
+    /// Computes the gradients of queries, and of keys and values if they are separate; otherwise, one array has all of them.
+    fn attention_backward(
+        &self,
+        inputs: &AttentionInputs<Operand>,
+        output: &AttentionOutput<Operand>,
+        grads: [Option<&OperandMut>; 2],
+        scratch: &OperandMut,
+        (shape, scope): (AttentionShape, AttentionScope),
+        accumulate: bool,
+    ) {
+        let AttentionInputs { queries, keys_values, padding_starts, document_starts } = *inputs;
+        let [d_queries, d_keys_values] = grads.map(|grad| grad.map(OperandMut::as_operand));
+        let d_queries = d_queries.expect("the gradient of queries is always computed");
+        let (arrays, to) =
+            (Arrays::new(queries, keys_values, shape), Arrays::new(d_queries, d_keys_values, shape));
+        let sizes = || Sizes { shape, scope, arrays: &arrays, padding_starts, document_starts };
+        let dtypes = [queries.dtype(), d_queries.dtype()];
+        let num_queries = shape.rows() * shape.num_heads;
+        let num_bytes = num_queries * size_of::<f32>();
+        let deltas = scratch.as_operand().part(0..num_bytes, (Shape::from([num_queries]), DType::F32));
+        let launch = self.kernel("attention_deltas", &[queries.dtype()]).arg(sizes());
+        launch.arg(output.y).arg(output.dy).arg(deltas).over_elements(deltas.shape());
+        let launch = |name: &str| {
+            let launch = self.kernel(name, &dtypes).arg(sizes());
+            let launch = launch.arg(arrays.queries).arg(arrays.keys).arg(arrays.values);
+            launch.arg(output.dy).arg(output.log_sums).arg(deltas)
+        };
+        launch("attention_backward_queries").arg(to.queries).arg(accumulate).over_warps(num_queries);
+        let num_keys = shape.batch * shape.num_kv_heads * shape.num_keys;
+        let launch = launch("attention_backward_keys").arg(to.keys).arg(to.values);
+        launch.arg(accumulate).over_warps(num_keys);
+    }
+}
+
+/// Returns the number of f32 elements of scratch memory that attention needs.
+pub(crate) fn attention_scratch(shape: AttentionShape, backward: bool) -> usize {
+    if backward { shape.rows().saturating_mul(shape.num_heads) } else { 0 }
+}
