@@ -464,3 +464,9 @@ unsafe extern "C" fn cuLaunchKernel(
         driver.push(stream, Job::Launch(Box::new(launch)))
     })
 }
+
+/// The real NVRTC asks the driver for tables of functions that have no documentation. It does without them.
+#[unsafe(no_mangle)]
+extern "C" fn cuGetExportTable(_table: *mut *const c_void, _id: *const c_void) -> CUresult {
+    CUDA_ERROR_NOT_FOUND
+}

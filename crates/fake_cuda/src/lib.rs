@@ -25,6 +25,8 @@ pub mod stream;
 mod cublaslt;
 mod driver;
 mod random;
+#[cfg(test)]
+mod tests;
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -14,10 +14,10 @@ const DEVICE_HEADER: &str = include_str!("device.h");
 
 /// A program, with the results of its compilation.
 #[derive(Debug, Default)]
-struct Program {
-    source: String,
+pub(crate) struct Program {
+    pub(crate) source: String,
     headers: Vec<(String, String)>,
-    image: Vec<u8>,
+    pub(crate) image: Vec<u8>,
     log: Vec<u8>,
 }
 
@@ -29,7 +29,7 @@ fn with<T>(program: usize, run: impl FnOnce(&mut Program) -> T) -> Option<T> {
 
 impl Program {
     /// Compiles for the host. On failure, the log says why.
-    fn compile(&mut self) -> Result<(), Box<dyn std::error::Error>> {
+    pub(crate) fn compile(&mut self) -> Result<(), Box<dyn std::error::Error>> {
         let folder = tempfile::tempdir()?;
         for (name, text) in &self.headers {
             std::fs::write(folder.path().join(name), text)?;

@@ -77,7 +77,12 @@ pub(crate) struct Driver {
 
 impl Driver {
     pub(crate) fn new() -> Self {
-        let mut random = Random::new(variable("FAKE_CUDA_SEED", 0));
+        Self::with_seed(variable("FAKE_CUDA_SEED", 0))
+    }
+
+    /// Creates the state with a seed for the order of threads, blocks and streams.
+    pub(crate) fn with_seed(seed: u64) -> Self {
+        let mut random = Random::new(seed);
         let eagerness = EAGERNESS[random.below(EAGERNESS.len())];
         Driver {
             gpu: Gpu::from_environment(),

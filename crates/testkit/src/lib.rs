@@ -22,6 +22,7 @@ pub use cuda::fake_gpu;
 pub use gradients::{ApplyOperations, GradientCheck, Input, Reference};
 pub use skipping::or_skip;
 pub use traced::TracedDevice;
+pub use trireme_fake_cuda::install as install_fake_cuda;
 
 use trireme_base::{Random, RandomKey};
 use trireme_comm::{Group, GroupOptions, inproc_world_on};

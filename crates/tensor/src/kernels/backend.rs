@@ -9,13 +9,14 @@
 //!   [`Pending`], which no thread reads before its event is done.
 //! - **Kernels.** `docs/kernels.md` lists them. `cargo xtask kernels` derives the list from the methods of [`Device`](crate::Device), their
 //!   calls and a run of the suites, and refuses a kernel that is not tested on every backend. The results of a kernel have the same bits on
-//!   all backends. The suites are `tests/conformance` and `tests/operations`; `testkit/src/traced.rs` lists the backends that they run on.
+//!   all processors; on a GPU, the same bits from run to run. The suites
+//!   are `tests/conformance` and `tests/operations`; `testkit/src/traced.rs` lists the backends that they run on.
 //! - **Functions.** A [`FunctionCall`](super::call::FunctionCall) runs Rust code of another crate, such as the closure that is passed to
 //!   [`Device::map`](crate::Device::map). Hardware that cannot run it lets the host run it on copies of the operands.
 //!
-//! There are three backends: the CPU (`kernels/cpu/run/`), where a kernel has run when its method returns and every event is done; the
-//! counting backend (`device/counting.rs`), which runs nothing; and the detached CPU (`device/detached.rs`), which behaves like an
-//! accelerator.
+//! There are four backends: the CPU (`kernels/cpu/run/`), where a kernel has run when its method returns and every event is done; the
+//! counting backend (`device/counting.rs`), which runs nothing; the detached CPU (`device/detached.rs`), which behaves like an
+//! accelerator; and NVIDIA GPUs (`kernels/cuda/`).
 
 use super::call::Call;
 use super::cpu::Cpu;

@@ -12,7 +12,7 @@ use trireme_tensor::{
     AttentionRule, BackendKind, Category, DetachedOptions, Device, DeviceOptions, Parameters, PassState,
     Precision, Shape, Tape, Tensor,
 };
-use trireme_testkit::TracedDevice;
+use trireme_testkit::{TracedDevice, fake_gpu};
 
 const BATCH: usize = 2;
 const LEN: usize = 24;
@@ -168,7 +168,9 @@ fn context_parallel_attention_matches_one_rank() {
         },
         Case { is_separate: true, num_keys: Some(20), has_documents: true, ..plain },
     ];
-    for backend in [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())] {
+    for backend in
+        [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())].into_iter().chain(fake_gpu())
+    {
         for case in cases {
             let expected = run_ranks(backend, case, 1, 1);
             for (degree, heads) in [(2, 1), (2, 2), (3, 1), (4, 1), (4, 2)] {

@@ -13,7 +13,7 @@ use trireme_tensor::{
     Initial, LatentHeadShape, Parameter, ParameterSpan, ParameterTable, Parameters, Precision, RoutingRule,
     Tape, Tensor, Var,
 };
-use trireme_testkit::{GradientCheck, Input, Reference, TracedDevice};
+use trireme_testkit::{GradientCheck, Input, Reference, TracedDevice, fake_gpu};
 
 #[test]
 fn routers() {
@@ -378,7 +378,9 @@ fn heads_of_latent_attention() {
 /// Router statistics over tokens and padding equal those over the tokens alone. Padding has no expert and no gradient.
 #[test]
 fn padding_does_not_count_in_statistics_of_routers() {
-    for backend in [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())] {
+    for backend in
+        [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())].into_iter().chain(fake_gpu())
+    {
         let options = DeviceOptions { num_threads: 2, backend, ..DeviceOptions::default() };
         padding_does_not_count(&TracedDevice::open(options).unwrap());
     }

@@ -7,6 +7,7 @@ use std::ffi::{CString, c_char};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::thread::Builder;
 
 /// The headers that sources include.
 const HEADERS: [(&str, &str); 1] = [("common.cuh", include_str!("sources/common.cuh"))];
@@ -20,24 +21,33 @@ const SOURCES: &[(&str, &str)] = &[
     ("sums.cu", include_str!("sources/sums.cu")),
 ];
 
+/// Bytes of the stack of a thread that compiles: NVRTC needs more than the default of 2 MiB.
+const STACK_BYTES: usize = 64 << 20;
+
 /// Returns the machine code of all sources for a compute capability, from the cache or from NVRTC.
 pub(super) fn compile_all(
     installation: &'static CudaInstallation,
     capability: i32,
 ) -> Result<Vec<Vec<u8>>, CudaError> {
-    // Features of one generation only, such as the tensor cores of Hopper, need the suffix.
-    let suffix = if capability >= 90 { "a" } else { "" };
-    let architecture = format!("sm_{capability}{suffix}");
+    let architecture = architecture_of(capability);
     std::thread::scope(|scope| {
         let threads: Vec<_> = SOURCES
             .iter()
             .map(|&source| {
                 let architecture = &architecture;
-                scope.spawn(move || cached(installation, source, architecture))
+                let compile = move || cached(installation, source, architecture);
+                let thread = Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, compile);
+                thread.map_err(|source| CudaError::Thread { source })
             })
             .collect();
-        threads.into_iter().map(|thread| thread.join().expect("compiling does not panic")).collect()
+        let joined = threads.into_iter().map(|thread| thread?.join().expect("compiling does not panic"));
+        joined.collect()
     })
+}
+
+/// Returns NVRTC's name of a compute capability. The suffix allows features of one generation only, such as the tensor cores of Hopper.
+fn architecture_of(capability: i32) -> String {
+    format!("sm_{capability}{}", if capability >= 90 { "a" } else { "" })
 }
 
 /// Returns the machine code of a source from the cache, or compiles it and stores the result there.
@@ -53,7 +63,7 @@ fn cached(
     {
         return Ok(image);
     }
-    let image = compile(installation, (name, source), architecture)?;
+    let (image, _log) = compile(installation, (name, source), architecture, &[])?;
     store(&path, &image).map_err(|source| CudaError::Cache { path, source })?;
     Ok(image)
 }
@@ -78,11 +88,13 @@ fn store(path: &Path, image: &[u8]) -> std::io::Result<()> {
 /// Options of NVRTC. Sums and products are fused only where kernels say so, so that results do not depend on the compiler's version.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--fmad=false"];
 
+/// Compiles a source. Returns its machine code, and the compiler's messages.
 fn compile(
     installation: &CudaInstallation,
     (name, source): (&'static str, &str),
     architecture: &str,
-) -> Result<Vec<u8>, CudaError> {
+    more_options: &[&str],
+) -> Result<(Vec<u8>, String), CudaError> {
     let nvrtc = &installation.nvrtc;
     let text = |text: &str| CString::new(text).expect("sources have no zeros");
     let (c_name, c_source) = (text(name), text(source));
@@ -90,7 +102,13 @@ fn compile(
     let header_names = headers.each_ref().map(|(name, _)| name.as_ptr());
     let header_sources = headers.each_ref().map(|(_, source)| source.as_ptr());
     let architecture_option = format!("--gpu-architecture={architecture}");
-    let options: Vec<CString> = OPTIONS.iter().copied().chain([&*architecture_option]).map(text).collect();
+    let options: Vec<CString> = OPTIONS
+        .iter()
+        .copied()
+        .chain(more_options.iter().copied())
+        .chain([&*architecture_option])
+        .map(text)
+        .collect();
     let option_pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
     // SAFETY: all strings and arrays outlive the calls, and have the lengths that are passed. Buffers have the sizes that the program
     // tells.
@@ -112,23 +130,96 @@ fn compile(
             nvrtcCompileProgram(program, option_pointers.len() as i32, option_pointers.as_ptr())
         );
         let mut size = 0;
+        let mut log = Vec::new();
+        if call!(nvrtc, nvrtcGetProgramLogSize(program, &mut size)).is_ok() {
+            log = vec![0_u8; size.max(1)];
+            let _ = (nvrtc.nvrtcGetProgramLog)(program, log.as_mut_ptr().cast());
+        }
+        let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
         let outcome = match compiled {
             Ok(()) => call!(nvrtc, nvrtcGetCUBINSize(program, &mut size)).and_then(|()| {
                 let mut image = vec![0_u8; size];
-                call!(nvrtc, nvrtcGetCUBIN(program, image.as_mut_ptr().cast())).map(|()| image)
+                call!(nvrtc, nvrtcGetCUBIN(program, image.as_mut_ptr().cast())).map(|()| (image, log))
             }),
             Err(error) => {
-                let mut log = vec![0_u8; 1];
-                if call!(nvrtc, nvrtcGetProgramLogSize(program, &mut size)).is_ok() {
-                    log = vec![0_u8; size.max(1)];
-                    let _ = (nvrtc.nvrtcGetProgramLog)(program, log.as_mut_ptr().cast());
-                }
-                let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
                 let log = if log.is_empty() { error.to_string() } else { log };
                 Err(CudaError::Compile { source_name: name, architecture: architecture.to_owned(), log })
             }
         };
         let _ = (nvrtc.nvrtcDestroyProgram)(&mut program);
         outcome
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::CudaFolders;
+    use std::collections::BTreeMap;
+    use trireme_testkit::{install_fake_cuda, or_skip};
+
+    /// Names the folder with NVRTC 12.9, from the Python package `nvidia-cuda-nvrtc-cu12`.
+    const VARIABLE: &str = "TRIREME_TEST_NVRTC";
+
+    /// Set to write the table instead of comparing it.
+    const BLESS: &str = "TRIREME_BLESS";
+
+    const TABLE: &str = "src/kernels/cuda/registers.txt";
+
+    const CAPABILITIES: [i32; 4] = [80, 90, 100, 120];
+
+    /// NVRTC needs no GPU. No kernel may cause a warning, or need more registers than a thread has; the table shows what a change costs.
+    #[test]
+    fn sources_compile_for_every_generation_without_warnings_and_spills() {
+        let folder = std::env::var_os(VARIABLE).ok_or("TRIREME_TEST_NVRTC is not set");
+        let Some(nvrtc) = or_skip("NVRTC", folder) else { return };
+        let folder = std::env::temp_dir().join(format!("trireme-nvrtc-{}", std::process::id()));
+        install_fake_cuda(&folder).unwrap();
+        std::fs::remove_file(folder.join("libnvrtc.so.12")).unwrap();
+        // The library looks for others in its folder.
+        for entry in std::fs::read_dir(nvrtc).unwrap().flatten() {
+            std::os::unix::fs::symlink(entry.path(), folder.join(entry.file_name())).unwrap();
+        }
+        let first = Some(folder.clone());
+        let folders = CudaFolders { first, others: Vec::new(), cache: folder.join("cache") };
+        let installation = CudaInstallation::load(&folders).unwrap();
+        let thread = Builder::new().stack_size(STACK_BYTES).spawn(|| table(installation)).unwrap();
+        let table = thread.join().unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(TABLE);
+        if std::env::var_os(BLESS).is_some() {
+            std::fs::write(path, table).unwrap();
+        } else {
+            let expected = std::fs::read_to_string(path).unwrap_or_default();
+            assert!(table == expected, "{TABLE} is out of date: set {BLESS}=1 to write it; found\n{table}");
+        }
+    }
+
+    /// Returns a line per kernel: its registers for each capability. Asserts that the compiler says nothing else.
+    fn table(installation: &CudaInstallation) -> String {
+        let mut registers: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for capability in CAPABILITIES {
+            for &source in SOURCES {
+                let architecture = architecture_of(capability);
+                let verbose = &["--ptxas-options=-v"];
+                let (_, log) = compile(installation, source, &architecture, verbose).unwrap();
+                let mut kernel = "";
+                for line in log.lines() {
+                    assert!(line.starts_with("ptxas"), "{}: {line}", source.0);
+                    assert!(!line.contains("warning"), "{}: {line}", source.0);
+                    if let Some((_, rest)) = line.split_once("entry function '") {
+                        kernel = rest.split('\'').next().unwrap();
+                    } else if line.contains("spill") {
+                        assert!(line.contains(" 0 bytes spill stores"), "{kernel}: {line}");
+                    } else if let Some((_, rest)) = line.split_once("Used ") {
+                        let num = rest.split(' ').next().unwrap().to_owned();
+                        registers.entry(kernel.to_owned()).or_default().push(num);
+                    }
+                }
+            }
+        }
+        let head = CAPABILITIES.map(architecture_of).join(" ");
+        let lines = registers.iter().map(|(kernel, registers)| format!("{kernel} {}\n", registers.join(" ")));
+        format!("kernel {head}\n{}", lines.collect::<String>())
     }
 }

@@ -21,8 +21,8 @@ struct Arrays {
 }
 
 impl Arrays {
-    /// Rows of queries, keys and values, or of queries alone if keys and values are separate. `queries` and `keys_values` are the inputs, or
-    /// their gradients of elements of `size` bytes.
+    /// Describes rows of queries, keys and values, or of queries alone if keys and values are separate: the inputs of attention, or their
+    /// gradients.
     fn new(queries: Operand, keys_values: Option<Operand>, shape: AttentionShape) -> Self {
         let size = queries.dtype().size();
         let start = |operand: Operand| operand.addresses().start;
