@@ -9,8 +9,8 @@
 //!   [`Pending`], which no thread reads before its event is done.
 //! - **Kernels.** `docs/kernels.md` lists them. `cargo xtask kernels` derives the list from the methods of [`Device`](crate::Device), their
 //!   calls and a run of the suites, and refuses a kernel that is not tested on every backend. The results of a kernel have the same bits on
-//!   all processors; on a GPU, the same bits from run to run. The suites
-//!   are `tests/conformance` and `tests/operations`; `testkit/src/traced.rs` lists the backends that they run on.
+//!   all processors; on a GPU, the same bits from run to run. The suites are `tests/conformance` and `tests/operations`;
+//!   `testkit/src/traced.rs` lists the backends that they run on.
 //! - **Functions.** A [`FunctionCall`](super::call::FunctionCall) runs Rust code of another crate, such as the closure that is passed to
 //!   [`Device::map`](crate::Device::map). Hardware that cannot run it lets the host run it on copies of the operands.
 //!
