@@ -2,7 +2,7 @@
 
 use crate::Out;
 use crate::block::{Index, Launch};
-use crate::gpu::{GRID_YZ_MAX, SHARED_BYTES_MAX, THREADS_PER_BLOCK_MAX};
+use crate::gpu::{GRID_YZ_MAX, SHARED_BYTES, THREADS_PER_BLOCK_MAX};
 use crate::memory::GRANULARITY;
 use crate::module::{Module, image_bytes};
 use crate::stream::{Driver, Job};
@@ -111,9 +111,6 @@ unsafe extern "C" fn cuDeviceGetAttribute(
         let found = match attribute {
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => driver.gpu.capability / 10,
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => driver.gpu.capability % 10,
-            CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED => 1,
-            CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => 4,
-            CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN => SHARED_BYTES_MAX as c_int,
             _ => return Err(CUDA_ERROR_INVALID_VALUE),
         };
         value.write(found);
@@ -150,16 +147,6 @@ fn call_in_context(run: impl FnOnce(&mut Driver) -> Result<(), CUresult>) -> CUr
 unsafe extern "C" fn cuCtxSetCurrent(context: *mut c_void) -> CUresult {
     HAS_CONTEXT.set(!context.is_null());
     call(|_| Ok(()))
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemGetInfo_v2(free: Out<'_, usize>, total: Out<'_, usize>) -> CUresult {
-    call_in_context(|driver| {
-        let memory_bytes = driver.gpu.memory_bytes;
-        free.write(memory_bytes - driver.memory.used_bytes());
-        total.write(memory_bytes);
-        Ok(())
-    })
 }
 
 #[unsafe(no_mangle)]
@@ -242,23 +229,6 @@ unsafe extern "C" fn cuMemSetAccess(
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemHostRegister_v2(
-    address: *mut c_void,
-    num_bytes: usize,
-    _flags: c_uint,
-) -> CUresult {
-    call_in_context(|driver| {
-        driver.pinned.insert(address as usize, num_bytes);
-        Ok(())
-    })
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemHostUnregister(address: *mut c_void) -> CUresult {
-    call_in_context(|driver| check(driver.pinned.remove(&(address as usize)).is_some()))
-}
-
-#[unsafe(no_mangle)]
 unsafe extern "C" fn cuStreamCreate(stream: Out<'_, u64>, _flags: c_uint) -> CUresult {
     call_in_context(|driver| {
         stream.write(driver.create_stream());
@@ -300,11 +270,6 @@ unsafe extern "C" fn cuEventRecord(event: u64, stream: u64) -> CUresult {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuEventQuery(event: u64) -> CUresult {
-    call_in_context(|driver| if driver.query_event(event)? { Ok(()) } else { Err(CUDA_ERROR_NOT_READY) })
-}
-
-#[unsafe(no_mangle)]
 unsafe extern "C" fn cuEventSynchronize(event: u64) -> CUresult {
     call_in_context(|driver| driver.synchronize_event(event))
 }
@@ -319,9 +284,6 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     call_in_context(|driver| {
         let (to, from) = (to as usize, from as usize);
         check(driver.memory.contains(to, num_bytes))?;
-        if driver.is_pinned(&(from..from + num_bytes)) {
-            return driver.push(stream, Job::Copy { from, to, num_bytes });
-        }
         // SAFETY: the caller passes the address of as many bytes of host memory.
         let bytes = unsafe { std::slice::from_raw_parts(from as *const u8, num_bytes) }.to_vec();
         driver.push(stream, Job::Write { bytes, to })
@@ -340,7 +302,7 @@ unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
         check(driver.memory.contains(from, num_bytes))?;
         driver.push(stream, Job::Copy { from, to, num_bytes })?;
         // A copy to pageable memory has run when the function returns.
-        if driver.is_pinned(&(to..to + num_bytes)) { Ok(()) } else { driver.synchronize_stream(stream) }
+        driver.synchronize_stream(stream)
     })
 }
 
@@ -381,6 +343,11 @@ unsafe extern "C" fn cuModuleLoadData(module: Out<'_, u64>, image: *const c_void
 }
 
 #[unsafe(no_mangle)]
+extern "C" fn cuModuleUnload(module: u64) -> CUresult {
+    call_in_context(|driver| check(driver.modules.remove(&module).is_some()))
+}
+
+#[unsafe(no_mangle)]
 unsafe extern "C" fn cuModuleGetFunction(
     function: Out<'_, u64>,
     module: u64,
@@ -415,17 +382,6 @@ unsafe extern "C" fn cuFuncGetParamInfo(
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuFuncSetAttribute(function: u64, attribute: c_uint, value: c_int) -> CUresult {
-    /// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`
-    const SHARED_BYTES: c_uint = 8;
-    call_in_context(|driver| {
-        check(attribute == SHARED_BYTES && value as usize <= SHARED_BYTES_MAX)?;
-        driver.shared_bytes.insert(function, value as usize);
-        Ok(())
-    })
-}
-
-#[unsafe(no_mangle)]
 unsafe extern "C" fn cuLaunchKernel(
     function: u64,
     grid_x: c_uint,
@@ -446,9 +402,7 @@ unsafe extern "C" fn cuLaunchKernel(
         check([grid.y, grid.z].iter().all(|size| (1..=GRID_YZ_MAX).contains(size)))?;
         check((1..=THREADS_PER_BLOCK_MAX).contains(&block.num()) && block.z <= 64)?;
         let shared_bytes = shared_bytes as usize;
-        let shared_bytes_max =
-            driver.shared_bytes.get(&function).copied().unwrap_or(crate::gpu::SHARED_BYTES);
-        check(shared_bytes <= shared_bytes_max)?;
+        check(shared_bytes <= SHARED_BYTES)?;
         let (name, kernel) = driver.functions.get(&function).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
         let copied = kernel.sizes.iter().enumerate().map(|(index, &size)| {
             let mut argument = vec![0_u128; size.div_ceil(16)];

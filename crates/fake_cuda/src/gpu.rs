@@ -34,11 +34,8 @@ pub const THREADS_PER_BLOCK_MAX: u64 = 1024;
 /// Maximum size of a grid in y and z.
 pub const GRID_YZ_MAX: u32 = 65_535;
 
-/// Bytes of shared memory that a block may have without asking for more.
+/// Bytes of dynamic shared memory that a block may have.
 pub const SHARED_BYTES: usize = 48 << 10;
-
-/// Bytes of shared memory that a block may have.
-pub const SHARED_BYTES_MAX: usize = 227 << 10;
 
 /// Returns the value of an environment variable, or the default if it is absent or not a number.
 pub(crate) fn variable<T: FromStr>(name: &str, default: T) -> T {

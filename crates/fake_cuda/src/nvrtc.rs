@@ -94,11 +94,6 @@ unsafe extern "C" fn nvrtcVersion(major: Out<'_, c_int>, minor: Out<'_, c_int>) 
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn nvrtcGetErrorString(_result: nvrtcResult) -> *const c_char {
-    c"the fake NVRTC has failed; see the program's log".as_ptr()
-}
-
-#[unsafe(no_mangle)]
 unsafe extern "C" fn nvrtcCreateProgram(
     program: Out<'_, usize>,
     source: *const c_char,
@@ -138,7 +133,7 @@ unsafe extern "C" fn nvrtcCompileProgram(
     for index in 0..num_options as usize {
         // SAFETY: the caller passes as many strings as it says.
         let option = unsafe { CStr::from_ptr(*options.add(index)) }.to_string_lossy();
-        let known = ["--gpu-architecture=sm_", "--std=c++17", "--fmad=false", "--device-int128"];
+        let known = ["--gpu-architecture=sm_", "--std=c++17", "--fmad=false"];
         if !known.iter().any(|known| option.starts_with(known)) {
             return NVRTC_ERROR_INVALID_OPTION;
         }

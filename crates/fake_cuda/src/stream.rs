@@ -7,7 +7,6 @@ use crate::module::{Kernel, Module};
 use crate::random::Random;
 use cudarc::driver::sys::CUresult::{self, *};
 use std::collections::{BTreeMap, VecDeque};
-use std::ops::Range;
 
 /// Probabilities, in eighths, that a call of the driver runs one job although nothing waits for it. The seed chooses one.
 const EAGERNESS: [usize; 4] = [0, 1, 5, 8];
@@ -15,7 +14,7 @@ const EAGERNESS: [usize; 4] = [0, 1, 5, 8];
 /// Work of a stream.
 pub(crate) enum Job {
     Launch(Box<Launch>),
-    /// Copies bytes between addresses of the device or of pinned host memory.
+    /// Copies bytes on the device, or to host memory.
     Copy {
         from: usize,
         to: usize,
@@ -59,10 +58,6 @@ pub(crate) struct Driver {
     pub(crate) memory: DeviceMemory,
     pub(crate) modules: BTreeMap<u64, Module>,
     pub(crate) functions: BTreeMap<u64, (String, Kernel)>,
-    /// Bytes of shared memory that a function asks for, where it has asked for more than the default.
-    pub(crate) shared_bytes: BTreeMap<u64, usize>,
-    /// Host memory from which copies are asynchronous.
-    pub(crate) pinned: BTreeMap<usize, usize>,
     streams: BTreeMap<u64, VecDeque<Job>>,
     events: BTreeMap<u64, EventState>,
     num_handles: u64,
@@ -90,8 +85,6 @@ impl Driver {
             memory: DeviceMemory::default(),
             modules: BTreeMap::new(),
             functions: BTreeMap::new(),
-            shared_bytes: BTreeMap::new(),
-            pinned: BTreeMap::new(),
             streams: BTreeMap::new(),
             events: BTreeMap::new(),
             num_handles: 0,
@@ -155,15 +148,6 @@ impl Driver {
     fn is_recorded(&self, event: u64, recording: u64) -> bool {
         // A destroyed event holds back no stream.
         self.events.get(&event).is_none_or(|state| state.num_completed >= recording)
-    }
-
-    /// Returns whether the last recording of an event is complete. Runs a job first, because programs may ask again until it is.
-    pub(crate) fn query_event(&mut self, event: u64) -> Result<bool, CUresult> {
-        self.run_one();
-        self.memory.set_open(false);
-        let state = self.events.get(&event).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
-        let is_done = state.num_completed >= state.num_recorded;
-        self.failure.map_or(Ok(is_done), Err)
     }
 
     pub(crate) fn synchronize_event(&mut self, event: u64) -> Result<(), CUresult> {
@@ -231,8 +215,7 @@ impl Driver {
             }
             Job::Copy { from, to, num_bytes } => {
                 self.memory.set_open(true);
-                // SAFETY: `driver` has checked that each side is device memory, or host memory that the program has pinned and leaves alone
-                // until the copy has run.
+                // SAFETY: `driver` has checked that device memory has these bytes. Host memory is borrowed until the copy has run.
                 unsafe { std::ptr::copy(from as *const u8, to as *mut u8, num_bytes) };
             }
             Job::Write { bytes, to } => {
@@ -246,11 +229,5 @@ impl Driver {
                 unsafe { std::ptr::write_bytes(to as *mut u8, byte, num_bytes) };
             }
         }
-    }
-
-    /// Returns whether a copy of host memory is asynchronous.
-    pub(crate) fn is_pinned(&self, bytes: &Range<usize>) -> bool {
-        let before = self.pinned.range(..=bytes.start).next_back();
-        before.is_some_and(|(start, num_bytes)| bytes.end <= start + num_bytes)
     }
 }

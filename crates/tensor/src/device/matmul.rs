@@ -57,7 +57,12 @@ impl Device {
         let ((rows, inner), (right_inner, cols)) = (sides(&left), sides(&right));
         assert_eq!(inner, right_inner, "{:?} times {:?}", left.0.shape(), right.0.shape());
         assert_eq!([out.shape().rows(), out.shape().cols()], [rows, cols], "a product of {rows} x {cols}");
-        let mut scratch = self.matmul_scratch(precision, MatmulSizes { rows, cols, inner }, &left)?;
+        let sizes = MatmulSizes { rows, cols, inner };
+        let mut scratch = if self.is_gpu {
+            self.activation_of([matmul_scratch_words(precision, sizes)], DType::U32)?
+        } else {
+            self.matmul_scratch(precision, sizes, &left)?
+        };
         let [bias, residual] = match epilogue {
             MatmulEpilogue::Add { bias, residual } => [bias, residual],
             MatmulEpilogue::Overwrite | MatmulEpilogue::Accumulate => [None; 2],
@@ -76,7 +81,7 @@ impl Device {
         Ok(())
     }
 
-    /// Allocates scratch memory to pack the operands of a matmul.
+    /// Allocates scratch memory to pack the operands of a matmul on the CPU.
     pub(super) fn matmul_scratch(
         &self,
         precision: Precision,
@@ -86,16 +91,13 @@ impl Device {
         self.activation_of([self.matmul_scratch_words(precision, size, left)], DType::U32)
     }
 
-    /// Returns the 32-bit words of scratch memory for a matmul.
+    /// Returns the 32-bit words of scratch memory for a matmul on the CPU.
     pub(super) fn matmul_scratch_words(
         &self,
         precision: Precision,
         size: MatmulSizes,
         (left, transpose): &(View<'_>, Transposition),
     ) -> usize {
-        if self.is_gpu {
-            return matmul_scratch_words(precision, size);
-        }
         let elements = Floats::empty(left.dtype());
         let left = Matrix::row_major(elements, left.shape().cols(), *transpose == Transposition::Yes);
         self.cpu.matmul_scratch(precision, size, left)

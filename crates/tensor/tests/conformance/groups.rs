@@ -231,3 +231,19 @@ fn left_operands_of_one_column_with_odd_and_even_groups() {
         assert!(found[..cols].iter().all(|&sum| sum == 3.0) && found[cols..].iter().all(|&sum| sum == 5.0));
     }
 }
+
+/// The scratch memory of a matmul depends on where it runs.
+#[test]
+fn a_group_of_one_row_with_many_terms_has_room_to_pack_its_block() {
+    let (inner, cols) = (4096, 64);
+    on_all(|device| {
+        let values = |shape: [usize; 2], name| {
+            rounded(device, &random(shape[0] * shape[1], name), DType::Bf16).reshaped(shape.into())
+        };
+        let (left, block) = (values([1, inner], "left"), values([inner, cols], "block"));
+        let mut out = empty(device, [1, cols], DType::F32);
+        let (starts, right) = (ids(device, &[0, 1]), (block.view(), Transposition::No));
+        device.grouped_matmul(Precision::Bf16, starts.view(), left.view(), right, out.view_mut()).unwrap();
+        device.read::<f32>(out.view())
+    });
+}

@@ -42,7 +42,7 @@ enum HostAccess {
     Shared,
     /// The host cannot access the memory. Kernels access it at other addresses, which start here.
     Detached(NonNull<u8>),
-    /// The memory is that of a GPU.
+    /// Memory of a GPU, which kernels access at the same addresses.
     Gpu(DeviceAddresses),
 }
 

@@ -13,8 +13,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 /// Result of a function: 0, or the number of an error. Not the enumeration of `cudarc`, because a later library may return other numbers.
 pub(super) type Status = u32;
 
-/// Defines a table of functions of a library. The signatures are compared with those of `cudarc`, which return `$status`, when this crate
-/// is compiled.
+/// Defines a table of functions of a library. The compiler compares the signatures with the declarations of `cudarc`, which return
+/// `$status`.
 macro_rules! functions {
     ($(#[$meta:meta])* $table:ident($module:ident) -> $status:ty { $($function:ident($($argument:ty),*);)* }) => {
         $(#[$meta])*
@@ -23,18 +23,18 @@ macro_rules! functions {
         pub(super) struct $table {
             $(pub(super) $function: unsafe extern "C" fn($($argument),*) -> Status,)*
             #[allow(dead_code, reason = "keeps the library loaded")]
-            library: Library,
+            shared_object: Library,
         }
 
         impl $table {
             /// Finds all functions. Fails if one is missing.
-            pub(super) fn load(library: Library) -> Result<Self, libloading::Error> {
+            pub(super) fn load(shared_object: Library) -> Result<Self, libloading::Error> {
                 $(const _: unsafe fn($($argument),*) -> $status = $module::$function;)*
                 // SAFETY: the functions have the declared signatures, as the assertions above show. The table keeps the library.
                 unsafe {
                     Ok($table {
-                        $($function: *library.get(concat!(stringify!($function), "\0").as_bytes())?,)*
-                        library,
+                        $($function: *shared_object.get(concat!(stringify!($function), "\0").as_bytes())?,)*
+                        shared_object,
                     })
                 }
             }
@@ -76,6 +76,7 @@ functions! {
         cuMemcpyDtoDAsync_v2(cuda::CUdeviceptr, cuda::CUdeviceptr, usize, cuda::CUstream);
         cuMemsetD8Async(cuda::CUdeviceptr, u8, usize, cuda::CUstream);
         cuModuleLoadData(*mut cuda::CUmodule, *const c_void);
+        cuModuleUnload(cuda::CUmodule);
         cuModuleGetFunction(*mut cuda::CUfunction, cuda::CUmodule, *const c_char);
         cuFuncGetParamInfo(cuda::CUfunction, usize, *mut usize, *mut usize);
         cuLaunchKernel(cuda::CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, cuda::CUstream, *mut *mut c_void, *mut *mut c_void);
@@ -131,16 +132,15 @@ impl DriverApi {
         let name = self.error_name(status).unwrap_or_else(|| format!("error {status}"));
         Err(CudaError::Call { function, name })
     }
-}
 
-impl DriverApi {
+    /// Returns the driver's name of an error; `None` if it knows none.
     fn error_name(&self, status: Status) -> Option<String> {
         type GetErrorName = unsafe extern "C" fn(Status, *mut *const c_char) -> Status;
         let mut name: *const c_char = std::ptr::null();
         // SAFETY: the function has this signature, but for a number in place of an enumeration. It writes the address of a constant text,
         // or null for a number that it does not know.
         unsafe {
-            let get_error_name = self.library.get::<GetErrorName>(b"cuGetErrorName\0").ok()?;
+            let get_error_name = self.shared_object.get::<GetErrorName>(b"cuGetErrorName\0").ok()?;
             get_error_name(status, &mut name);
             if name.is_null() { None } else { Some(CStr::from_ptr(name).to_string_lossy().into_owned()) }
         }
@@ -164,7 +164,7 @@ impl BlasApi {
     pub(super) fn version(&self) -> usize {
         // SAFETY: the function has this signature and no requirements.
         unsafe {
-            let function = self.library.get::<unsafe extern "C" fn() -> usize>(b"cublasLtGetVersion\0");
+            let function = self.shared_object.get::<unsafe extern "C" fn() -> usize>(b"cublasLtGetVersion\0");
             function.map_or(0, |function| function())
         }
     }

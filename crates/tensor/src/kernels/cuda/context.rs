@@ -104,7 +104,7 @@ impl Context {
         Ok(Arc::new(context))
     }
 
-    /// Makes the context that of the calling thread. Required before calls of the driver.
+    /// Makes this context current on the calling thread, which calls of the driver require.
     pub(super) fn enter(&self) -> Result<(), CudaError> {
         let driver = &self.installation.driver;
         // SAFETY: the context is retained.
@@ -152,9 +152,14 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         let driver = &self.installation.driver;
-        // SAFETY: retained by `open`; streams, events and memory hold the context, so none is left. The driver unloads modules with the
-        // context.
-        let _ = unsafe { (driver.cuDevicePrimaryCtxRelease_v2)(self.device) };
+        let _ = self.enter();
+        // SAFETY: loaded and retained by `open`. Streams, events and memory hold the context, so none is left, and no kernel runs.
+        unsafe {
+            for &module in &self.modules {
+                let _ = (driver.cuModuleUnload)(module);
+            }
+            let _ = (driver.cuDevicePrimaryCtxRelease_v2)(self.device);
+        }
     }
 }
 

@@ -211,3 +211,49 @@ fn find(kind: &LibraryKind, folders: &CudaFolders) -> Result<(PathBuf, Library),
     let looked_in = looked_in.chain(others).collect::<Vec<_>>().join(", ");
     Err(CudaError::Missing { library: kind.name, looked_in, advice: kind.advice })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KIND: LibraryKind =
+        LibraryKind { name: "a library", file_names: &["libtrireme-none.so.1"], advice: "install it" };
+
+    fn folders(first: Option<PathBuf>, others: Vec<PathBuf>) -> CudaFolders {
+        CudaFolders { first, others, cache: PathBuf::new() }
+    }
+
+    #[test]
+    fn a_missing_library_is_reported_with_the_folders_and_advice() {
+        let error = find(&KIND, &folders(Some("/first".into()), vec!["/other".into()])).unwrap_err();
+        let expected =
+            "a library was not found (looked in /first, the system's libraries, /other); install it";
+        assert_eq!(error.to_string(), expected);
+    }
+
+    /// A file that is not a library is reported, and not passed over: the user has named its folder.
+    #[test]
+    fn the_first_folder_comes_before_the_others() {
+        let [first, other] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let paths = [&first, &other].map(|folder| folder.path().join(KIND.file_names[0]));
+        paths.iter().for_each(|path| std::fs::write(path, "no library").unwrap());
+        let of = |first: Option<&Path>| {
+            let folders = folders(first.map(Path::to_owned), vec![other.path().to_owned()]);
+            find(&KIND, &folders).unwrap_err().to_string()
+        };
+        let [in_first, in_other] = paths.map(|path| format!("{} cannot be used", path.display()));
+        assert!(of(Some(first.path())).starts_with(&in_first));
+        assert!(of(None).starts_with(&in_other));
+    }
+
+    #[test]
+    fn packages_of_a_python_installation_are_found() {
+        let python = tempfile::tempdir().unwrap();
+        let packages = python.path().join("lib/python3.12/site-packages/nvidia");
+        for package in ["cuda_nvrtc/lib", "cublas/lib", "empty"] {
+            std::fs::create_dir_all(packages.join(package)).unwrap();
+        }
+        let expected = ["cublas", "cuda_nvrtc"].map(|package| packages.join(package).join("lib"));
+        assert_eq!(package_folders(python.path()), expected);
+    }
+}

@@ -167,7 +167,7 @@ impl Launch<'_> {
         self.arg(num_cols).run((num_cols.div_ceil(SUM_COLUMNS) as u64).min(BLOCKS_MAX) as u32);
     }
 
-    /// Launches `num_blocks` blocks; nothing if there are none. A failure becomes that of the device.
+    /// Launches `num_blocks` blocks, or nothing if there are none. If the launch fails, the device fails.
     pub(super) fn run(mut self, num_blocks: u32) {
         if num_blocks > 0
             && let Err(error) = self.try_run(num_blocks)
@@ -185,7 +185,8 @@ impl Launch<'_> {
         let mut pointers: SmallVec<[_; 12]> =
             self.arguments.iter_mut().map(|(words, _)| words.as_mut_ptr().cast()).collect();
         let driver = &context.installation.driver;
-        // SAFETY: as many arguments as the kernel has, of the same sizes; `Cuda::run` describes why memory that it accesses is valid.
+        // SAFETY: as many arguments as the kernel has, of the same sizes. Operands are arrays of this device's
+        // memory, which outlives the kernel (see `kernels::operand`).
         unsafe {
             call!(
                 driver,

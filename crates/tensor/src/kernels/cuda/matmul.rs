@@ -161,7 +161,7 @@ impl Blas {
         }
     }
 
-    /// Returns the library's first choice for a kind of matmul. `layouts` are those of the library's operands and of the result.
+    /// Returns the algorithm that the library prefers for a kind of matmul. The layouts describe the library's operands and the result.
     fn algorithm(
         &self,
         kind: MatmulKind,

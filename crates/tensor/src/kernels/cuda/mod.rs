@@ -125,7 +125,7 @@ impl Cuda {
         });
     }
 
-    /// Calls the driver, unless the device has failed. A failure becomes that of the device.
+    /// Calls the driver, unless the device has failed. If the call fails, the device fails.
     fn issue(&self, issue: impl FnOnce() -> Result<(), CudaError>) {
         if self.streams.failure().is_some() {
             return;
@@ -151,8 +151,8 @@ impl Backend for Cuda {
         let driver = &self.context.installation.driver;
         let to = to.as_operand().addresses().start as u64;
         self.issue(|| {
-            // SAFETY: as in `copy_on_device`. The driver has read pageable host memory when the function returns. Memory that the process
-            // has pinned is read later, so this waits for it.
+            // SAFETY: as in `copy_on_device`. The driver has read the host's memory when the function returns, because no code here pins
+            // memory.
             unsafe {
                 let stream = self.streams.handle(Stream::Compute);
                 call!(driver, cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream))

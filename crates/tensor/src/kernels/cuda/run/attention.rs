@@ -16,7 +16,7 @@ struct Arrays {
     query_stride: usize,
     key_stride: usize,
     value_stride: usize,
-    /// Rows of keys of a sequence.
+    /// Rows of keys and values per sequence.
     rows_per_sequence: usize,
 }
 
@@ -71,7 +71,7 @@ impl Argument for Sizes<'_> {
 }
 
 impl Cuda {
-    /// Returns whether there is a kernel for a call.
+    /// Launches the kernels of a call. Returns false if there is none for it.
     pub(super) fn run_attention(&self, call: &AttentionCall) -> bool {
         match call {
             AttentionCall::Rotary { qkv, shape, rotary, inverse } => {
@@ -82,11 +82,11 @@ impl Cuda {
                 let launch = launch.arg(if *inverse { -1.0_f32 } else { 1.0 });
                 launch.over_elements([shape.rows(), num_heads, shape.head_dim / 2].into());
             }
-            AttentionCall::Attention { inputs, y, log_sums, shape, scope, .. } => {
-                self.attention(inputs, y, log_sums, *shape, *scope, false);
-            }
-            AttentionCall::AttentionBlock { inputs, y, log_sums, shape, scope, .. } => {
-                self.attention(inputs, y, log_sums, *shape, *scope, true);
+            AttentionCall::Attention { inputs, y, log_sums, shape, scope, .. }
+            | AttentionCall::AttentionBlock { inputs, y, log_sums, shape, scope, .. } => {
+                let arrays = Arrays::new(inputs.queries, inputs.keys_values, *shape);
+                let has_earlier_keys = matches!(call, AttentionCall::AttentionBlock { .. });
+                self.attention(inputs, &arrays, [y, log_sums], (*shape, *scope), has_earlier_keys);
             }
             AttentionCall::AttentionCached {
                 qkv,
@@ -119,7 +119,7 @@ impl Cuda {
                     ..Arrays::new(*qkv, None, shape)
                 };
                 let inputs = AttentionInputs::packed_qkv(*qkv);
-                self.launch_attention(&inputs, &arrays, y, log_sums, shape, scope, false);
+                self.attention(&inputs, &arrays, [y, log_sums], (shape, scope), false);
             }
             AttentionCall::AttentionBackward {
                 inputs,
@@ -157,33 +157,19 @@ impl Cuda {
         true
     }
 
+    /// Computes attention. `results` are the output and the logarithms of sums.
     fn attention(
         &self,
         inputs: &AttentionInputs<Operand>,
-        y: &OperandMut,
-        log_sums: &OperandMut,
-        shape: AttentionShape,
-        scope: AttentionScope,
-        has_earlier_keys: bool,
-    ) {
-        let arrays = Arrays::new(inputs.queries, inputs.keys_values, shape);
-        self.launch_attention(inputs, &arrays, y, log_sums, shape, scope, has_earlier_keys);
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "the arrays and sizes of one kernel")]
-    fn launch_attention(
-        &self,
-        inputs: &AttentionInputs<Operand>,
         arrays: &Arrays,
-        y: &OperandMut,
-        log_sums: &OperandMut,
-        shape: AttentionShape,
-        scope: AttentionScope,
+        results: [&OperandMut; 2],
+        (shape, scope): (AttentionShape, AttentionScope),
         has_earlier_keys: bool,
     ) {
         let AttentionInputs { queries, padding_starts, document_starts, .. } = *inputs;
+        let ([y, log_sums], dtypes) = (results, [queries.dtype(), results[0].dtype()]);
         let sizes = Sizes { shape, scope, arrays, padding_starts, document_starts };
-        let launch = self.kernel("attention", &[queries.dtype(), y.dtype()]).arg(sizes);
+        let launch = self.kernel("attention", &dtypes).arg(sizes);
         let launch = launch.arg(arrays.queries).arg(arrays.keys).arg(arrays.values).arg(y).arg(log_sums);
         launch.arg(has_earlier_keys).over_warps(shape.rows() * shape.num_heads);
     }
@@ -222,7 +208,7 @@ impl Cuda {
     }
 }
 
-/// Returns the number of f32 elements of scratch memory that attention needs.
+/// Returns the number of f32 elements of scratch memory that attention needs: in backward, one per query of each head.
 pub(crate) fn attention_scratch(shape: AttentionShape, backward: bool) -> usize {
     if backward { shape.rows().saturating_mul(shape.num_heads) } else { 0 }
 }

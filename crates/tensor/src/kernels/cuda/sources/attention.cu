@@ -4,15 +4,6 @@
 
 #include "common.cuh"
 
-// As `trireme_base::Positions`.
-struct Positions {
-    u64 first, first_len, second, len;
-};
-
-__device__ inline u64 position_at(Positions positions, u64 index) {
-    return index < positions.first_len ? positions.first + index : positions.second + (index - positions.first_len);
-}
-
 // Sizes, mask and layout; `Sizes` in `run/attention.rs`. Strides are in elements. `window` is 0 for none, `soft_cap` 0 for none.
 struct Attention {
     u64 batch, seq_len, num_heads, num_kv_heads, head_dim, value_dim, num_keys;
@@ -32,6 +23,11 @@ constexpr int DIM_MAX = 256, COLUMNS = DIM_MAX / WARP;
 struct Query {
     u64 sequence, head, index;
 };
+
+// The query of an item, of as many items as there are queries of all heads.
+__device__ inline Query query_at(const Attention& at, u64 item) {
+    return {item / at.seq_len / at.num_heads, item / at.seq_len % at.num_heads, item % at.seq_len};
+}
 
 __device__ inline u64 row_of(const Attention& at, Query query) {
     return query.sequence * at.seq_len + query.index;
@@ -76,20 +72,6 @@ __device__ inline Score score_of(const Attention& at, float product) {
     return {at.soft_cap * t, at.scale * (1.0f - t * t)};
 }
 
-__device__ inline float warp_sum(float value) {
-    for (int distance = WARP / 2; distance > 0; distance /= 2) {
-        value += __shfl_xor_sync(ALL_LANES, value, distance);
-    }
-    return value;
-}
-
-__device__ inline float warp_max(float value) {
-    for (int distance = WARP / 2; distance > 0; distance /= 2) {
-        value = Max<float>::combine(value, __shfl_xor_sync(ALL_LANES, value, distance));
-    }
-    return value;
-}
-
 // Index of the warp, and the distance to its next item.
 #define FOR_EACH_WARP_ITEM(item, num)                                                  \
     for (u64 item = first_element() / WARP; item < (num); item += element_stride() / WARP)
@@ -115,7 +97,7 @@ template <class T> __device__ inline void write_row(const float* sums, T* row, u
     }
 }
 
-// The first tile of keys that a query may see, and whether later ones are hidden.
+// Whether the mask hides a key and all keys after it.
 __device__ inline bool is_past(const Attention& at, Query query, u64 first_key) {
     return at.is_causal && position_at(at.keys, first_key) > position_at(at.queries, query.index);
 }
@@ -126,7 +108,7 @@ __device__ void attention(
     const Attention& at, const T* queries, const T* keys, const T* values, Y* y, float* log_sums, bool has_earlier, u64 num) {
     int lane = threadIdx.x % WARP;
     FOR_EACH_WARP_ITEM(item, num) {
-        Query query = {item / at.seq_len / at.num_heads, item / at.seq_len % at.num_heads, item % at.seq_len};
+        Query query = query_at(at, item);
         u64 kv_head = query.head / (at.num_heads / at.num_kv_heads);
         const T* own = queries + row_of(at, query) * at.query_stride + query.head * at.head_dim;
         u64 first_row = query.sequence * at.rows_per_sequence;
@@ -148,10 +130,10 @@ __device__ void attention(
                 continue;
             }
             float score = is_seen ? score_of(at, dot(own, of_keys + key * at.key_stride, at.head_dim)).value : -INFINITY;
-            float next = Max<float>::combine(largest, warp_max(score));
+            float next = Max<float>::combine(largest, warp_reduce<Max>(score));
             float factor = largest > -INFINITY ? expf(largest - next) : 0.0f;
             float weight = is_seen ? expf(score - next) : 0.0f;
-            sum = sum * factor + warp_sum(weight);
+            sum = sum * factor + warp_reduce<Sum>(weight);
             for (int column = 0; column < COLUMNS; ++column) {
                 sums[column] *= factor;
             }
@@ -177,7 +159,7 @@ __device__ void attention(
 // For each query, the sum of the products of its output and the output's gradient.
 template <class T> __device__ void attention_deltas(const Attention& at, const T* y, const T* dy, float* deltas, u64 num) {
     FOR_EACH_ELEMENT(item, num) {
-        Query query = {item / at.seq_len / at.num_heads, item / at.seq_len % at.num_heads, item % at.seq_len};
+        Query query = query_at(at, item);
         u64 start = (row_of(at, query) * at.num_heads + query.head) * at.value_dim;
         deltas[item] = dot(y + start, dy + start, at.value_dim);
     }
@@ -208,7 +190,7 @@ __device__ void attention_backward_queries(
     const float* deltas, G* d_queries, bool accumulate, u64 num) {
     int lane = threadIdx.x % WARP;
     FOR_EACH_WARP_ITEM(item, num) {
-        Query query = {item / at.seq_len / at.num_heads, item / at.seq_len % at.num_heads, item % at.seq_len};
+        Query query = query_at(at, item);
         u64 kv_head = query.head / (at.num_heads / at.num_kv_heads), first_row = query.sequence * at.rows_per_sequence;
         u64 own = row_of(at, query) * at.query_stride + query.head * at.head_dim;
         const T* of_keys = keys + first_row * at.key_stride + kv_head * at.head_dim;

@@ -20,7 +20,7 @@ typedef unsigned long long u64;
 constexpr int WARP = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-// Largest number of threads of a block that a kernel is launched with, unless it says otherwise.
+// Number of threads of a block.
 constexpr int BLOCK = 256;
 
 constexpr float FLOAT_MIN = -3.402823466e38f;
@@ -98,6 +98,15 @@ template <> __device__ inline F16 from_f32<F16>(float value) {
 #define FOR_EACH_PAIR(M)                                                               \
     M(f32, f32) M(f32, bf16) M(f32, f16) M(bf16, f32) M(bf16, bf16) M(bf16, f16) M(f16, f32) M(f16, bf16) M(f16, f16)
 
+// As `trireme_base::Positions`.
+struct Positions {
+    u64 first, first_len, second, len;
+};
+
+__device__ inline u64 position_at(Positions positions, u64 index) {
+    return index < positions.first_len ? positions.first + index : positions.second + (index - positions.first_len);
+}
+
 // Index of the first element of this thread, and the distance to its next one.
 __device__ inline u64 first_element() {
     return u64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -131,12 +140,18 @@ template <class T> struct Max {
     }
 };
 
-// Combines a value of each thread of the block, in a fixed tree. All threads get the result. The number of threads is a multiple of a warp.
-template <template <class> class Operation, class T> __device__ inline T block_reduce(T value) {
-    __shared__ T partial[32];
+// Combines a value of each lane, in a fixed tree. All lanes get the result.
+template <template <class> class Operation, class T> __device__ inline T warp_reduce(T value) {
     for (int distance = WARP / 2; distance > 0; distance /= 2) {
         value = Operation<T>::combine(value, __shfl_xor_sync(ALL_LANES, value, distance));
     }
+    return value;
+}
+
+// Combines a value of each thread of the block, in a fixed tree. All threads get the result. The number of threads is a multiple of a warp.
+template <template <class> class Operation, class T> __device__ inline T block_reduce(T value) {
+    __shared__ T partial[32];
+    value = warp_reduce<Operation>(value);
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, num_warps = blockDim.x / WARP;
     // Threads may still read the result of the call before.
     __syncthreads();

@@ -64,15 +64,6 @@
     }
 FOR_EACH_FLOAT(NORM)
 
-// As `trireme_base::Positions`.
-struct Positions {
-    u64 first, first_len, second, len;
-};
-
-__device__ inline u64 position_at(Positions positions, u64 index) {
-    return index < positions.first_len ? positions.first + index : positions.second + (index - positions.first_len);
-}
-
 #define EMBEDDING(T, P)                                                                \
     extern "C" __global__ void embedding_##T##_##P(                                    \
         const u32* ids, const T* table, u64 num_rows, const T* position_table, u64 num_positions, Positions positions, \
