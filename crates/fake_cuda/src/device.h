@@ -42,6 +42,7 @@ extern "C" void fake_switch(const FakeThread* thread) {
 #define __forceinline__ inline
 #define __noinline__
 #define __restrict__
+#define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 // Blocks run one after another.

@@ -2,6 +2,8 @@
 
 use super::{Device, Result};
 use crate::kernels::call::OptimizerCall;
+use crate::kernels::cpu::optimizer::NewtonSchulzMatmuls;
+use crate::kernels::cuda::matmul_scratch_words;
 use crate::kernels::{Pieces, Update};
 use crate::optimizer::OptimizerState;
 use crate::precision::Precision;
@@ -67,7 +69,12 @@ impl Device {
         let mut gram = self.activation([side, side])?;
         let mut polynomial = self.activation([side, side])?;
         let mut product = self.activation([rows, cols])?;
-        let num_words = self.cpu.orthogonalize_scratch(precision, [rows, cols]);
+        let num_words = if self.is_gpu {
+            let sizes = NewtonSchulzMatmuls::new(shape).sizes();
+            sizes.into_iter().map(|sizes| matmul_scratch_words(precision, sizes)).max().unwrap_or(0)
+        } else {
+            self.cpu.orthogonalize_scratch(precision, [rows, cols])
+        };
         let mut words = self.activation_of([num_words], DType::U32)?;
         let [gram, polynomial, product, words] = [&mut gram, &mut polynomial, &mut product, &mut words]
             .map(|tensor| tensor.view_mut().into_operand());

@@ -59,7 +59,7 @@ fn no_parameters(device: &Device) -> Parameters {
 fn cached_attention_of_chunks_equals_attention_of_the_sequence() {
     let qkv = random(SEQ_LEN * COLS, "qkv");
     for is_rotary in [false, true] {
-        let found = on_all_near(1e-5, |device| {
+        let [found] = on_all_near(1e-5, |device| {
             let (attention, parameters) = (operation(device, is_rotary), no_parameters(device));
             let mut cache = KeyValueCache::new(device, 1, SEQ_LEN, &attention).unwrap();
             let mut found = Vec::new();
@@ -70,7 +70,7 @@ fn cached_attention_of_chunks_equals_attention_of_the_sequence() {
                 let y = tape.recorder(&parameters).attention_cached(&attention, part, &mut cache).unwrap();
                 found.extend(device.read::<f32>(tape.take_output(&y).unwrap().view()));
             }
-            found
+            [found]
         });
         let qkv: Vec<f64> = qkv.iter().map(|&x| f64::from(x)).collect();
         assert_near(&found, attention(&qkv, is_rotary), 1e-5, "element");
@@ -80,7 +80,7 @@ fn cached_attention_of_chunks_equals_attention_of_the_sequence() {
 #[test]
 fn rotary_attention_has_the_gradient_of_its_definition() {
     let (qkv, dy) = (random(SEQ_LEN * COLS, "qkv"), random(SEQ_LEN * HEADS * DIM, "dy"));
-    let found = on_all_near(1e-5, |device| {
+    let [found] = on_all_near(1e-5, |device| {
         let (attention, parameters) = (Arc::new(operation(device, true)), no_parameters(device));
         let mut tape = Tape::new(device, Recording::On, Precision::F32);
         let input = tape.input(shaped(device, &qkv, [1, SEQ_LEN, COLS]));
@@ -88,7 +88,7 @@ fn rotary_attention_has_the_gradient_of_its_definition() {
         let y = tape.recorder(&parameters).apply(&attention, [input]).unwrap();
         tape.take_output(&y).unwrap();
         tape.backward_input(&parameters, [(y.id(), shaped(device, &dy, [1, SEQ_LEN, HEADS * DIM]))]).unwrap();
-        device.read::<f32>(tape.take_grad(id).unwrap().view())
+        [device.read::<f32>(tape.take_grad(id).unwrap().view())]
     });
     let mut x: Vec<f64> = qkv.iter().map(|&x| f64::from(x)).collect();
     let product =

@@ -53,11 +53,16 @@ pub(crate) fn on_all<T: PartialEq + std::fmt::Debug>(run: impl Fn(&Device) -> T)
 }
 
 /// As [`on_all`], but the results of a GPU may differ by `bound`, relative to values greater than 1.
-pub(crate) fn on_all_near(bound: f64, run: impl Fn(&Device) -> Vec<f32>) -> Vec<f32> {
+pub(crate) fn on_all_near<const N: usize>(
+    bound: f64,
+    run: impl Fn(&Device) -> [Vec<f32>; N],
+) -> [Vec<f32>; N] {
     let found = on_processors(&run);
     if let Some(options) = gpu_options() {
         let of_gpu = run(&TracedDevice::open(options).unwrap());
-        assert_near(&of_gpu, found.iter().copied().map(f64::from), bound, "element of the GPU");
+        for (of_gpu, found) in of_gpu.iter().zip(&found) {
+            assert_near(of_gpu, found.iter().copied().map(f64::from), bound, "element of the GPU");
+        }
     }
     found
 }

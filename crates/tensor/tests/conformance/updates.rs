@@ -1,12 +1,14 @@
 //! Optimizer updates.
 
-use super::{assert_near, empty, on_all, random, shaped, tensor};
+use super::{assert_near, empty, on_all, on_all_near, random, shaped, tensor};
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_tensor::updates::{AdafactorVectorStep, AdamWStep, Update};
+use trireme_tensor::updates::{
+    AdafactorVectorStep, AdamWStep, LarsStep, LionStep, MomentumStep, MuonStep, Update,
+};
 use trireme_tensor::{
-    FactoredMatrix, FactoredMoments, FactoredStep, Initial, LeafRun, OptimizerState, Parameter,
-    ParameterTable, Pieces, Precision, StateDType, StepScale, UpdatePass,
+    Device, FactoredMatrix, FactoredMoments, FactoredStep, Initial, LeafRun, OptimizerState, Parameter,
+    ParameterTable, Piece, Pieces, Precision, StateDType, StepScale, UpdatePass,
 };
 
 const LEN: usize = 3000;
@@ -36,7 +38,7 @@ fn adamw(parameter: f64, gradient: f64) -> [f64; 3] {
 fn adamw_updates_parameters_and_states_and_norms_are_summed() {
     for dtype in [StateDType::F32, StateDType::Bf16, StateDType::Int8] {
         let (parameters, gradients) = (random(LEN, "parameters"), random(LEN, "gradients"));
-        let [found, first, second, sums] = on_all(|device| {
+        let [found, first, second] = on_all(|device| {
             let pieces = Arc::new(Pieces::whole(LEN));
             let (mut p, g) = (tensor(device, &parameters), tensor(device, &gradients));
             let state = |is_square| OptimizerState::zeros(&pieces, dtype, is_square, device).unwrap();
@@ -55,13 +57,18 @@ fn adamw_updates_parameters_and_states_and_norms_are_summed() {
             // Writing back values that were read does not change the state.
             states[0].write(&pieces, all.clone(), device, &first);
             assert_eq!(read(&states[0]), first);
-            let mut sums = empty(device, [all.len(), 2], DType::F64);
+            [device.read(p.view()), first, second]
+        });
+        let [sums] = on_all_near(1e-6, |device| {
+            let pieces = Arc::new(Pieces::whole(LEN));
+            let (mut p, g) = (tensor(device, &found), tensor(device, &gradients));
+            let mut sums = empty(device, [pieces.as_slice().len(), 2], DType::F64);
             let norms = Arc::new(vec![Update::Norms { grad_scale: 0.5 }]);
             let (updates, taken) = (&norms, Some(sums.view_mut()));
             let pass = UpdatePass { pieces: &pieces, updates, scales: None, rounding_seed: 3, sums: taken };
             device.update(pass, p.view_mut(), g.view(), &mut []);
             let sums: Vec<f64> = device.read(sums.view());
-            [device.read(p.view()), first, second, sums.iter().map(|&sum| sum as f32).collect()]
+            [sums.iter().map(|&sum| sum as f32).collect()]
         });
         let pairs = parameters.iter().zip(&gradients);
         let expected: Vec<[f64; 3]> = pairs.map(|(&p, &g)| adamw(f64::from(p), f64::from(g))).collect();
@@ -83,11 +90,110 @@ fn adamw_updates_parameters_and_states_and_norms_are_summed() {
     }
 }
 
+/// Returns every update with a learning rate, and the number of its states.
+fn updates(lr: f32) -> [(Update, usize); 18] {
+    let adam = AdamWStep { lr, ..ADAMW };
+    let quasi = AdamWStep { nu: 0.75, ..adam };
+    let rms = AdafactorVectorStep { lr, mixing: 0.1, parameter_factor: 0.99, grad_scale: 0.5 };
+    let sgd = MomentumStep { lr, momentum: 0.9, nesterov: true, weight_decay: 0.1, grad_scale: 0.5, step: 2 };
+    [
+        (Update::AdamW(adam), 2),
+        (Update::AdamW(quasi), 2),
+        (Update::Adam(adam), 2),
+        (Update::FrozenAdam(adam), 2),
+        (Update::FrozenAdamFromMomentum(adam), 2),
+        (Update::FrozenAdamMomentum(adam), 1),
+        (Update::Momentum(sgd), 1),
+        (Update::Momentum(MomentumStep { nesterov: false, step: 1, ..sgd }), 1),
+        (Update::Lion(LionStep { lr, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, grad_scale: 0.5 }), 1),
+        (Update::Lars(LarsStep { lr, momentum: 0.9, weight_decay: 0.1, grad_scale: 0.5 }), 1),
+        (Update::LambMoments(adam), 2),
+        (Update::Lamb(adam), 2),
+        (Update::AdafactorVectorMoment(rms), 1),
+        (Update::AdafactorVector(rms), 1),
+        (Update::MuonMomentum(MuonStep { momentum: 0.95, nesterov: true, grad_scale: 0.5 }), 1),
+        (Update::MuonMomentum(MuonStep { momentum: 0.95, nesterov: false, grad_scale: 0.5 }), 1),
+        (Update::Descend { lr, parameter_factor: 0.9 }, 0),
+        (Update::Sign { lr }, 0),
+    ]
+}
+
+/// Returns contiguous pieces of uneven lengths, with one of `num_rules` rules each.
+fn uneven_pieces(num_rules: usize) -> Pieces {
+    let mut pieces = Vec::new();
+    let mut start = 0;
+    while start < LEN {
+        let index = pieces.len();
+        let len = (1 + 37 * index % 113 + if index == 3 { 700 } else { 0 }).min(LEN - start);
+        let update = 7 * index % num_rules;
+        pieces.push(Piece { position: (1 << 33) + start, start, state: start, len, update });
+        start += len;
+    }
+    Pieces::new(pieces)
+}
+
+#[test]
+fn every_update_has_the_same_bits_on_every_device() {
+    const NUM_RATES: usize = 11;
+    let pieces = Arc::new(uneven_pieces(NUM_RATES));
+    let all = 0..pieces.as_slice().len();
+    let [parameters, gradients, first, second] =
+        ["parameters", "gradients", "first", "second"].map(|name| random(LEN, name));
+    let positive = |values: &[f32]| -> Vec<f32> { values.iter().map(|x| x.abs()).collect() };
+    for rule in 0..updates(0.0).len() {
+        let at_rate = |rate: usize| updates(0.01 * (rate + 1) as f32)[rule];
+        let (update, num_states) = at_rate(0);
+        let rules = Arc::new((0..NUM_RATES).map(|rate| at_rate(rate).0).collect::<Vec<_>>());
+        for dtype in [StateDType::F32, StateDType::Bf16, StateDType::Int8] {
+            let run = |device: &Device| {
+                let (mut p, g) = (tensor(device, &parameters), tensor(device, &gradients));
+                // Adafactor's second moment is its first state.
+                let is_adafactor =
+                    matches!(update, Update::AdafactorVector(_) | Update::AdafactorVectorMoment(_));
+                let mut states: Vec<OptimizerState> = (0..num_states)
+                    .map(|index| {
+                        let is_square = index == 1 || is_adafactor;
+                        let mut state = OptimizerState::zeros(&pieces, dtype, is_square, device).unwrap();
+                        let values = [&first, &second][index];
+                        let values = if is_square { positive(values) } else { values.clone() };
+                        state.write(&pieces, all.clone(), device, &values);
+                        state
+                    })
+                    .collect();
+                let mut sums = empty(device, [all.len(), 2], DType::F64);
+                let has_sums = matches!(update, Update::LambMoments(_) | Update::AdafactorVectorMoment(_));
+                let pass = UpdatePass {
+                    pieces: &pieces,
+                    updates: &rules,
+                    scales: None,
+                    rounding_seed: 3,
+                    sums: has_sums.then(|| sums.view_mut()),
+                };
+                device.update(pass, p.view_mut(), g.view(), &mut states);
+                let read = |index: usize| {
+                    let mut values = vec![0.0; LEN];
+                    if let Some(state) = states.get(index) {
+                        state.read(&pieces, all.clone(), device, &mut values);
+                    }
+                    values
+                };
+                let sums: Vec<f64> = if has_sums { device.read(sums.view()) } else { Vec::new() };
+                let sums: Vec<f32> = sums.iter().map(|&sum| sum as f32).collect();
+                ([device.read::<f32>(p.view()), read(0), read(1)], [sums])
+            };
+            let [found, _, _] = on_all(|device| run(device).0);
+            let is_moment = matches!(update, Update::LambMoments(_) | Update::AdafactorVectorMoment(_));
+            assert_eq!(found == parameters, is_moment, "{update:?} changes parameters");
+            on_all_near(1e-6, |device| run(device).1);
+        }
+    }
+}
+
 #[test]
 fn learning_rates_are_scaled_by_sums_over_whole_parameters() {
     let (parameters, gradients) = (random(LEN, "parameters"), random(LEN, "gradients"));
     let rms = AdafactorVectorStep { lr: 0.1, mixing: 0.5, parameter_factor: 0.9, grad_scale: 2.0 };
-    let [found, sums, moments] = on_all(|device| {
+    let [found, sums, moments] = on_all_near(1e-6, |device| {
         let pieces = Arc::new(Pieces::whole(LEN));
         let (mut p, g) = (tensor(device, &parameters), tensor(device, &gradients));
         let num_pieces = pieces.as_slice().len();
@@ -144,7 +250,7 @@ fn a_factored_moment_is_the_product_of_its_row_and_its_column() {
     let (parameters, gradients) = (random(len, "parameters"), random(len, "gradients"));
     let (row_moments, col_moments) = ([0.5_f32, 1.0, 2.0, 0.25, 3.0, 1.5], [1.0_f32; 10]);
     let step = FactoredStep { offset: 0, parameter_factor: 0.9, grad_scale: 2.0 };
-    let [sums, squares, found] = on_all(|device| {
+    let [sums, squares, found] = on_all_near(1e-6, |device| {
         let (mut p, g) = (tensor(device, &parameters), tensor(device, &gradients));
         let mut sums = empty(device, [rows + cols], DType::F64);
         device.factored_sums(matrix.clone(), g.view(), 2.0, sums.view_mut());
@@ -179,10 +285,10 @@ fn a_factored_moment_is_the_product_of_its_row_and_its_column() {
 fn matrices_are_made_nearly_orthogonal() {
     for [rows, cols] in [[5, 40], [40, 5]] {
         let values = random(rows * cols, "matrix");
-        let found = on_all(|device| {
+        let [found] = on_all_near(1e-5, |device| {
             let mut matrix = shaped(device, &values, [rows, cols]);
             device.orthogonalize(matrix.view_mut(), 5, Precision::F32).unwrap();
-            device.read::<f32>(matrix.view())
+            [device.read::<f32>(matrix.view())]
         });
         // Returns one of the five vectors of length 40.
         let vector = |index: usize| -> Vec<f64> {

@@ -9,7 +9,7 @@ mod state;
 
 pub(crate) use factored::MomentFactors;
 pub use factored::{FactoredMatrix, FactoredMoments, FactoredStep};
-pub(crate) use orthogonalize::OrthogonalizeScratch;
+pub(crate) use orthogonalize::{NORM_EPSILON, NewtonSchulzMatmuls, OrthogonalizeScratch, QUINTIC};
 pub(crate) use pieces::PieceUpdates;
 pub use pieces::{Piece, Pieces};
 pub(crate) use rules::{ElementAccess, Update};

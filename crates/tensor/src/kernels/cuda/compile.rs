@@ -18,6 +18,7 @@ const SOURCES: &[(&str, &str)] = &[
     ("blocks.cu", include_str!("sources/blocks.cu")),
     ("elementwise.cu", include_str!("sources/elementwise.cu")),
     ("layers.cu", include_str!("sources/layers.cu")),
+    ("optimizer.cu", include_str!("sources/optimizer.cu")),
     ("sums.cu", include_str!("sources/sums.cu")),
 ];
 

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use trireme_base::{DType, RandomKey};
 
 /// Number of threads of a block; `BLOCK` in `sources/common.cuh`.
-const BLOCK_THREADS: u32 = 256;
+pub(super) const BLOCK_THREADS: u32 = 256;
 
 /// Number of threads of a warp; `WARP` in `sources/common.cuh`.
 const WARP: u32 = 32;

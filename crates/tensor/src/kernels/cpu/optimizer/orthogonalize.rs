@@ -4,12 +4,13 @@ use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::{Floats, FloatsMut};
 use crate::kernels::cpu::matmul::{Epilogue, MatmulSizes, Matrix};
 use crate::precision::Precision;
+use crate::shape::Shape;
 
 /// Coefficients of an odd polynomial whose iteration moves singular values in (0, 1] close to 1, small ones quickly.
-const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
+pub(crate) const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
 
 /// Added to the norm of a matrix, which may be zero.
-const NORM_EPSILON: f32 = 1e-7;
+pub(crate) const NORM_EPSILON: f32 = 1e-7;
 
 /// Scratch memory of the iteration, for a matrix whose shorter side is `m`.
 pub(crate) struct OrthogonalizeScratch<'a> {
@@ -25,18 +26,26 @@ pub(crate) struct OrthogonalizeScratch<'a> {
 
 /// The sizes and operands of the three matmuls of an iteration. The Gram matrix is the smaller of the two: `X Xᵀ` for wide matrices, `Xᵀ X`
 /// for tall ones.
-struct NewtonSchulzMatmuls {
+pub(crate) struct NewtonSchulzMatmuls {
     rows: usize,
     cols: usize,
 }
 
 impl NewtonSchulzMatmuls {
-    fn is_tall(&self) -> bool {
+    pub(crate) fn new(matrix: Shape) -> Self {
+        NewtonSchulzMatmuls { rows: matrix.rows(), cols: matrix.cols() }
+    }
+
+    pub(crate) fn is_tall(&self) -> bool {
         self.rows > self.cols
     }
 
     fn side(&self) -> usize {
         self.rows.min(self.cols)
+    }
+
+    pub(crate) fn sizes(&self) -> [MatmulSizes; 3] {
+        [self.gram(), self.square(), self.product()]
     }
 
     fn gram(&self) -> MatmulSizes {

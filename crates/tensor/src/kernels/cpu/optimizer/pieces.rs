@@ -86,6 +86,11 @@ impl Pieces {
         &self.pieces
     }
 
+    /// Returns the first block of 8-bit state of a piece.
+    pub(crate) fn first_block(&self, piece: usize) -> usize {
+        self.first_blocks[piece]
+    }
+
     /// Returns the number of blocks of 8-bit state. Blocks do not span pieces.
     pub fn num_blocks(&self) -> usize {
         self.num_blocks

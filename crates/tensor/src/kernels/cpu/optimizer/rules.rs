@@ -171,20 +171,20 @@ pub(super) const ADAFACTOR_MOMENT_MIN: f32 = 1e-30;
 
 /// The hyperparameters of an Adam step, with derived coefficients that are the same for all elements.
 #[derive(Clone, Copy)]
-struct AdamCoefficients {
+pub(crate) struct AdamCoefficients {
     step: AdamWStep,
-    step_size: f32,
+    pub(crate) step_size: f32,
     /// Weight of the gradient in the direction: `1 - nu`, times the bias correction by which `step_size` is divided.
-    gradient_share: f32,
+    pub(crate) gradient_share: f32,
     /// Reciprocal of the bias correction of the first moment.
-    inverse_correction1: f32,
+    pub(crate) inverse_correction1: f32,
     /// Reciprocal of the square root of the bias correction of the second moment.
-    inverse_root_correction2: f32,
-    parameter_factor: f32,
+    pub(crate) inverse_root_correction2: f32,
+    pub(crate) parameter_factor: f32,
 }
 
 impl AdamCoefficients {
-    fn new(s: AdamWStep) -> Self {
+    pub(crate) fn new(s: AdamWStep) -> Self {
         let correction1 = (1.0 - f64::from(s.beta1).powf(s.step as f64)) as f32;
         let correction2 = (1.0 - f64::from(s.beta2).powf(s.num_second_updates as f64)) as f32;
         AdamCoefficients {
@@ -381,7 +381,7 @@ pub(crate) struct ElementCost {
 
 impl Update {
     /// Multiplies the learning rate by `scale`. Panics for updates whose rate does not depend on sums over the parameter.
-    pub(super) fn scaled(self, scale: f32) -> Self {
+    pub(crate) fn scaled(self, scale: f32) -> Self {
         match self {
             Update::Lars(step) => Update::Lars(LarsStep { lr: step.lr * scale, ..step }),
             Update::Lamb(step) => Update::Lamb(AdamWStep { lr: step.lr * scale, ..step }),

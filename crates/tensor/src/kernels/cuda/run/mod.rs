@@ -4,6 +4,7 @@ mod attention;
 mod blocks;
 mod elementwise;
 mod layers;
+mod optimizer;
 mod sums;
 
 pub(crate) use attention::attention_scratch;
@@ -20,6 +21,7 @@ impl Cuda {
             Call::Elementwise(call) => self.run_elementwise(call),
             Call::Layer(call) => self.run_layer(call),
             Call::Matmul(call) => self.run_matmul(call),
+            Call::Optimizer(call) => self.run_optimizer(call),
             Call::Sum(call) => self.run_sum(call),
             _ => return false,
         }

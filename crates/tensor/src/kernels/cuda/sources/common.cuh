@@ -140,6 +140,10 @@ template <class T> struct Max {
     }
 };
 
+template <> __device__ inline u32 Max<u32>::identity() {
+    return 0;
+}
+
 // Combines a value of each lane, in a fixed tree. All lanes get the result.
 template <template <class> class Operation, class T> __device__ inline T warp_reduce(T value) {
     for (int distance = WARP / 2; distance > 0; distance /= 2) {

@@ -1,0 +1,429 @@
+//! Optimizer updates. The pieces of a pass, its rules and similar tables are arguments of kernels, so that they need no memory on the
+//! device; a pass takes as many launches as its tables need.
+
+use super::super::Cuda;
+use super::super::launch::{Argument, BLOCK_THREADS, Words};
+use crate::kernels::call::{MatmulCall, OptimizerCall};
+use crate::kernels::cpu::optimizer::rules::{AdamCoefficients, AdamWStep};
+use crate::kernels::cpu::optimizer::{NORM_EPSILON, NewtonSchulzMatmuls, QUINTIC};
+use crate::kernels::{
+    ElementAccess, FactoredMatrix, FactoredMoments, FactoredStep, LeafRun, Operand, OperandMut, Pieces,
+    StateDType, StepScale, Update,
+};
+use crate::optimizer::StateOperands;
+use crate::shape::Shape;
+use std::ops::Range;
+use trireme_base::DType;
+
+/// Sizes of tables; `PIECES`, `RULES`, `RUNS` and `SCALES` in `sources/optimizer.cu`.
+const NUM_PIECES: usize = 48;
+const NUM_RULES: usize = 8;
+const NUM_RUNS: usize = 128;
+const NUM_SCALES: usize = 64;
+
+/// Blocks per piece of kernels without sums: as many as a piece of [`Pieces::LEN_MAX`] elements has blocks of elements.
+const BLOCKS_PER_PIECE: u32 = 64;
+
+/// Largest number of blocks whose results one block combines: its number of threads.
+const REDUCTION_BLOCKS: usize = BLOCK_THREADS as usize;
+
+/// Returns a word with two numbers.
+fn pair(low: u32, high: u32) -> u64 {
+    u64::from(low) | u64::from(high) << 32
+}
+
+/// Returns a word with two numbers.
+fn float_pair(low: f32, high: f32) -> u64 {
+    pair(low.to_bits(), high.to_bits())
+}
+
+/// A table of `len` rows of words, of which the first ones are given.
+struct Table<const WORDS: usize> {
+    rows: Vec<[u64; WORDS]>,
+    len: usize,
+}
+
+impl<const WORDS: usize> Argument for Table<WORDS> {
+    fn append(&self, to: &mut Words) -> usize {
+        let num_words = self.len * WORDS;
+        to.extend(self.rows.iter().flatten().copied());
+        to.resize(num_words, 0);
+        num_words * size_of::<u64>()
+    }
+}
+
+/// A launch's part of a pass of updates.
+struct Batch {
+    pieces: Range<usize>,
+    /// The rules of these pieces, as indices of the pass's rules.
+    rules: Vec<usize>,
+}
+
+/// Splits a pass into launches whose tables have room for their pieces and rules.
+fn batches(pieces: &Pieces) -> Vec<Batch> {
+    let mut batches: Vec<Batch> = Vec::new();
+    for (index, piece) in pieces.as_slice().iter().enumerate() {
+        let has_room = |batch: &Batch| {
+            let has_rule = batch.rules.len() < NUM_RULES || batch.rules.contains(&piece.update);
+            batch.pieces.len() < NUM_PIECES && has_rule
+        };
+        if !batches.last().is_some_and(has_room) {
+            batches.push(Batch { pieces: index..index, rules: Vec::new() });
+        }
+        let batch = batches.last_mut().expect("one was pushed");
+        batch.pieces.end += 1;
+        if !batch.rules.contains(&piece.update) {
+            batch.rules.push(piece.update);
+        }
+    }
+    batches
+}
+
+/// Returns the table of a launch's pieces.
+fn piece_table(pieces: &Pieces, Batch { pieces: range, rules }: &Batch) -> Table<5> {
+    let row = |index: usize| {
+        let piece = &pieces.as_slice()[index];
+        let rule = rules.iter().position(|&rule| rule == piece.update).expect("the batch has the rule");
+        let [position, start, state, block] =
+            [piece.position, piece.start, piece.state, pieces.first_block(index)].map(|number| number as u64);
+        let len = u32::try_from(piece.len).expect("a piece has at most `Pieces::LEN_MAX` elements");
+        [position, start, state, block, pair(len, rule as u32)]
+    };
+    Table { rows: range.clone().map(row).collect(), len: NUM_PIECES }
+}
+
+/// `Rule` of `sources/optimizer.cu`; the fields are the same.
+#[derive(Default)]
+struct Rule {
+    kind: u32,
+    flags: u32,
+    lr: f32,
+    step_size: f32,
+    parameter_factor: f32,
+    momentum: f32,
+    beta2: f32,
+    nu: f32,
+    epsilon: f32,
+    weight_decay: f32,
+    grad_scale: f32,
+    gradient_share: f32,
+    inverse_correction1: f32,
+    inverse_root_correction2: f32,
+    mixing: f32,
+}
+
+impl Rule {
+    fn of_adam(kind: u32, step: AdamWStep) -> Self {
+        let c = AdamCoefficients::new(step);
+        Rule {
+            kind,
+            lr: step.lr,
+            step_size: c.step_size,
+            parameter_factor: c.parameter_factor,
+            momentum: step.beta1,
+            beta2: step.beta2,
+            nu: step.nu,
+            epsilon: step.epsilon,
+            weight_decay: step.weight_decay,
+            grad_scale: step.grad_scale,
+            gradient_share: c.gradient_share,
+            inverse_correction1: c.inverse_correction1,
+            inverse_root_correction2: c.inverse_root_correction2,
+            ..Rule::default()
+        }
+    }
+
+    fn new(update: Update) -> Self {
+        let rest = Rule::default();
+        let mut rule = match update {
+            Update::AdamW(step) => Rule::of_adam(0, step),
+            Update::Adam(step) => Rule::of_adam(1, step),
+            Update::FrozenAdam(step) => Rule::of_adam(2, step),
+            Update::FrozenAdamFromMomentum(step) => Rule::of_adam(3, step),
+            Update::FrozenAdamMomentum(step) => Rule::of_adam(4, step),
+            Update::Momentum(s) => Rule {
+                kind: 5,
+                flags: u32::from(s.nesterov) << 4 | u32::from(s.step == 1) << 5,
+                lr: s.lr,
+                momentum: s.momentum,
+                weight_decay: s.weight_decay,
+                grad_scale: s.grad_scale,
+                ..rest
+            },
+            Update::Lion(s) => Rule {
+                kind: 6,
+                lr: s.lr,
+                parameter_factor: 1.0 - s.lr * s.weight_decay,
+                momentum: s.beta1,
+                beta2: s.beta2,
+                grad_scale: s.grad_scale,
+                ..rest
+            },
+            Update::Norms { grad_scale } => Rule { kind: 7, grad_scale, ..rest },
+            Update::Lars(s) => Rule {
+                kind: 8,
+                lr: s.lr,
+                momentum: s.momentum,
+                weight_decay: s.weight_decay,
+                grad_scale: s.grad_scale,
+                ..rest
+            },
+            Update::LambMoments(step) => Rule::of_adam(9, step),
+            Update::Lamb(step) => Rule::of_adam(10, step),
+            Update::AdafactorVectorMoment(s) => {
+                Rule { kind: 11, mixing: s.mixing, grad_scale: s.grad_scale, ..rest }
+            }
+            Update::AdafactorVector(s) => Rule {
+                kind: 12,
+                lr: s.lr,
+                parameter_factor: s.parameter_factor,
+                grad_scale: s.grad_scale,
+                ..rest
+            },
+            Update::MuonMomentum(s) => Rule {
+                kind: 13,
+                flags: u32::from(s.nesterov) << 4,
+                momentum: s.momentum,
+                grad_scale: s.grad_scale,
+                ..rest
+            },
+            Update::Descend { lr, parameter_factor } => Rule { kind: 14, lr, parameter_factor, ..rest },
+            Update::Sign { lr } => Rule { kind: 15, lr, ..rest },
+        };
+        let cost = update.cost();
+        let changes = |access: ElementAccess| u32::from(access == ElementAccess::Change);
+        rule.flags |= changes(cost.parameter)
+            | u32::from(cost.gradient == ElementAccess::Read) << 1
+            | changes(cost.states[0]) << 2
+            | changes(cost.states[1]) << 3;
+        rule
+    }
+
+    /// Returns the words of the rule with this index.
+    fn words(&self, index: usize) -> [u64; 8] {
+        [
+            pair(self.kind, self.flags),
+            pair(index as u32, self.lr.to_bits()),
+            float_pair(self.step_size, self.parameter_factor),
+            float_pair(self.momentum, self.beta2),
+            float_pair(self.nu, self.epsilon),
+            float_pair(self.weight_decay, self.grad_scale),
+            float_pair(self.gradient_share, self.inverse_correction1),
+            float_pair(self.inverse_root_correction2, self.mixing),
+        ]
+    }
+}
+
+/// `State` of `sources/optimizer.cu`.
+impl Argument for Option<&StateOperands> {
+    fn append(&self, to: &mut Words) -> usize {
+        let Some(state) = self else { return [0; 3].append(to) };
+        let dtype = match state.dtype {
+            StateDType::F32 => 0,
+            StateDType::Bf16 => 1,
+            StateDType::Int8 => 2,
+        };
+        let flags = pair(dtype, state.is_second_moment.into());
+        (&state.values).append(to) + (&state.steps).append(to) + flags.append(to)
+    }
+}
+
+/// `Factored` of `sources/optimizer.cu`.
+impl Argument for (&FactoredMoments<Operand>, FactoredStep) {
+    fn append(&self, to: &mut Words) -> usize {
+        let (FactoredMoments { rows, cols, row_mean }, step) = self;
+        let num_bytes = [rows, cols, row_mean].map(|moments| moments.append(to)).iter().sum::<usize>();
+        let factors = float_pair(step.parameter_factor, step.grad_scale);
+        num_bytes + [cols.shape().num_elements(), step.offset].append(to) + factors.append(to)
+    }
+}
+
+/// `FactoredMatrix` of `sources/optimizer.cu`.
+impl Argument for FactoredMatrix {
+    fn append(&self, to: &mut Words) -> usize {
+        let FactoredMatrix { cols, offset, stored, buffer_start, leaf_len } = self;
+        // A unit without elements has leaves of no elements.
+        [*cols, *offset, stored.start, stored.end, *buffer_start, (*leaf_len).max(1)].append(to)
+    }
+}
+
+fn run_row(run: &LeafRun) -> [u64; 2] {
+    [run.pieces.start as u64, pair(run.pieces.len() as u32, run.first_leaf as u32)]
+}
+
+fn scale_row(scale: &StepScale) -> [u64; 4] {
+    match *scale {
+        StepScale::TrustRatio { weight_decay } => [0, 0, float_pair(weight_decay, 0.0), pair(1, 0)],
+        StepScale::Adafactor { lr, is_relative, clip_threshold, num_elements } => {
+            [lr.to_bits(), num_elements as u64, float_pair(0.0, clip_threshold), pair(0, is_relative.into())]
+        }
+    }
+}
+
+/// Returns an array's elements from `start` on.
+fn from_element(array: Operand, start: usize) -> Operand {
+    let size = array.dtype().size();
+    let len = array.shape().num_elements() - start;
+    array.part(start * size..(start + len) * size, (Shape::from([len]), array.dtype()))
+}
+
+/// Returns the array if it has elements.
+fn if_any(array: &Operand) -> Option<Operand> {
+    (array.num_bytes() > 0).then_some(*array)
+}
+
+impl Cuda {
+    pub(super) fn run_optimizer(&self, call: &OptimizerCall) {
+        match call {
+            OptimizerCall::Update {
+                parameters,
+                grads,
+                scales,
+                sums,
+                states,
+                pieces,
+                updates,
+                rounding_seed,
+            } => {
+                check_pieces(pieces, parameters, grads);
+                let rules: Vec<Rule> = updates.iter().map(|&update| Rule::new(update)).collect();
+                if scales.is_some() {
+                    // Panics for an update that has no scale.
+                    pieces.as_slice().iter().for_each(|piece| _ = updates[piece.update].scaled(1.0));
+                }
+                for batch in batches(pieces) {
+                    let rows = batch.rules.iter().map(|&rule| rules[rule].words(rule)).collect();
+                    let sums =
+                        sums.as_ref().map(|sums| from_element(sums.as_operand(), 2 * batch.pieces.start));
+                    let blocks_per_piece = if sums.is_some() { 1 } else { BLOCKS_PER_PIECE };
+                    let launch = self.kernel("update", &[]).arg(piece_table(pieces, &batch));
+                    let launch = launch.arg(Table { rows, len: NUM_RULES }).arg(parameters);
+                    let launch = launch.arg(if_any(grads)).arg(states[0].as_ref()).arg(states[1].as_ref());
+                    let launch = launch.arg(scales).arg(*rounding_seed).arg(sums).arg(blocks_per_piece);
+                    launch.run(batch.pieces.len() as u32 * blocks_per_piece);
+                }
+            }
+            OptimizerCall::LeafSums { sums, out, runs } => {
+                for which in 0..out.shape().num_elements() / runs.len().max(1) {
+                    for (index, batch) in runs.chunks(NUM_RUNS).enumerate() {
+                        let rows = batch.iter().map(run_row).collect();
+                        let launch = self.kernel("leaf_sums", &[]).arg(Table { rows, len: NUM_RUNS });
+                        let first = which * runs.len() + index * NUM_RUNS;
+                        let launch = launch.arg(sums).arg(which as u32);
+                        launch.arg(from_element(out.as_operand(), first)).run(batch.len() as u32);
+                    }
+                }
+            }
+            OptimizerCall::StepScales { scales, squares, out } => {
+                for (index, batch) in scales.chunks(NUM_SCALES).enumerate() {
+                    let rows = batch.iter().map(scale_row).collect();
+                    let first = index * NUM_SCALES;
+                    let launch = self.kernel("step_scales", &[]).arg(Table { rows, len: NUM_SCALES });
+                    let launch =
+                        launch.arg(from_element(squares[0], first)).arg(from_element(squares[1], first));
+                    let launch = launch.arg(from_element(out.as_operand(), first));
+                    launch.over_elements(Shape::from([batch.len()]));
+                }
+            }
+            OptimizerCall::FactoredSums { matrix, grads, scale, sums } => {
+                let num_rows = sums.shape().num_elements() - matrix.cols;
+                let launch = |name| self.kernel(name, &[]).arg(matrix.clone()).arg(grads).arg(scale);
+                launch("row_squares").arg(sums).over_rows(num_rows);
+                let of_columns = from_element(sums.as_operand(), num_rows);
+                launch("column_squares").arg(of_columns).over_columns(matrix.cols);
+            }
+            OptimizerCall::FactoredMoments { sums, moments, num_terms, mixing } => {
+                assert_eq!(
+                    sums.shape().num_elements(),
+                    moments.shape().num_elements(),
+                    "a sum for each moment"
+                );
+                let launch = self.kernel("factored_moments", &[]).arg(sums).arg(num_terms).arg(mixing);
+                launch.arg(moments).over_elements(moments.shape());
+            }
+            OptimizerCall::FactoredSquares { moments, grads, sums, pieces, step } => {
+                assert_eq!(sums.shape().num_elements(), 2 * pieces.as_slice().len(), "sums for each piece");
+                for batch in batches(pieces) {
+                    let launch = self.kernel("factored_squares", &[]).arg(piece_table(pieces, &batch));
+                    let launch = launch.arg((moments, *step)).arg(grads);
+                    launch
+                        .arg(from_element(sums.as_operand(), 2 * batch.pieces.start))
+                        .run(batch.pieces.len() as u32);
+                }
+            }
+            OptimizerCall::FactoredUpdate { moments, lr, parameters, grads, pieces, step } => {
+                check_pieces(pieces, parameters, grads);
+                for batch in batches(pieces) {
+                    let launch = self.kernel("factored_update", &[]).arg(piece_table(pieces, &batch));
+                    let launch = launch.arg((moments, *step)).arg(lr).arg(parameters).arg(grads);
+                    launch.arg(BLOCKS_PER_PIECE).run(batch.pieces.len() as u32 * BLOCKS_PER_PIECE);
+                }
+            }
+            OptimizerCall::Orthogonalize {
+                matrix,
+                gram,
+                polynomial,
+                product,
+                words,
+                num_steps,
+                precision,
+            } => {
+                self.divide_by_norm(matrix, product);
+                let is_tall = NewtonSchulzMatmuls::new(matrix.shape()).is_tall();
+                let multiply = |[left, right]: [Operand; 2], transposed, out: &OperandMut| {
+                    let of = |array: &OperandMut| OperandMut::new(array.as_operand());
+                    self.run_matmul(&MatmulCall::Matmul {
+                        left,
+                        right,
+                        bias: None,
+                        residual: None,
+                        out: of(out),
+                        scratch: of(words),
+                        precision: *precision,
+                        transposed,
+                        accumulate: false,
+                    });
+                };
+                let [a, b, c] = QUINTIC;
+                let [x, gram_matrix] = [matrix, gram].map(OperandMut::as_operand);
+                for _ in 0..*num_steps {
+                    multiply([x, x], [is_tall, !is_tall], gram);
+                    multiply([gram_matrix; 2], [false; 2], polynomial);
+                    self.axpby(polynomial, c, gram, b);
+                    let polynomial = polynomial.as_operand();
+                    let factors = if is_tall { [x, polynomial] } else { [polynomial, x] };
+                    multiply(factors, [false; 2], product);
+                    self.axpby(matrix, a, product, 1.0);
+                }
+            }
+        }
+    }
+
+    /// Divides a matrix by its norm, in two steps, so that squares do not overflow. `scratch` has the matrix's size.
+    fn divide_by_norm(&self, matrix: &OperandMut, scratch: &OperandMut) {
+        let len = matrix.shape().num_elements();
+        let num_parts = len.div_ceil(REDUCTION_BLOCKS).min(REDUCTION_BLOCKS) as u32;
+        let reduce = |name| self.kernel(name, &[]).arg(matrix).arg(scratch).arg(len).run(num_parts);
+        let divide = |name| self.kernel(name, &[]).arg(scratch).arg(num_parts);
+        reduce("block_magnitudes");
+        divide("divide_by_largest").arg(matrix).over_elements(matrix.shape());
+        reduce("block_squares");
+        divide("divide_by_norm").arg(NORM_EPSILON).arg(matrix).over_elements(matrix.shape());
+    }
+
+    /// Computes `x = a x + b y`.
+    fn axpby(&self, x: &OperandMut, a: f32, y: &OperandMut, b: f32) {
+        self.kernel("axpby", &[]).arg(x).arg(a).arg(y).arg(b).over_elements(x.shape());
+    }
+}
+
+/// Panics if a piece exceeds a buffer, which the device does not notice.
+fn check_pieces(pieces: &Pieces, parameters: &OperandMut, grads: &Operand) {
+    let end = pieces.as_slice().last().map_or(0, |piece| piece.start + piece.len);
+    let (num_parameters, num_grads) = (parameters.shape().num_elements(), grads.shape().num_elements());
+    assert!(
+        end <= num_parameters && (num_grads == 0 || end <= num_grads),
+        "pieces up to {end} of {num_parameters} parameters and {num_grads} gradients"
+    );
+    assert!(parameters.dtype() == DType::F32, "parameters of {:?}", parameters.dtype());
+}
