@@ -76,6 +76,10 @@ impl Fp8Scale {
         self.recipe.format(self.operand)
     }
 
+    pub(crate) fn margin(&self) -> u32 {
+        self.recipe.margin
+    }
+
     /// Returns whether the scale is derived from earlier steps. If not, it is derived from the values themselves (*current scaling*).
     pub(crate) fn is_known(&self) -> bool {
         self.reference.is_some()
@@ -158,7 +162,9 @@ impl Fp8Layer<'_> {
         let mut rounded = device.activation_of(values.shape(), DType::Bf16)?;
         let mut amaxes = self.scales.amaxes();
         let amax = self.records_amaxes.then(|| amaxes.view_mut().into_part(place, [1].into()));
-        device.quantize_fp8(values, scale, rounded.view_mut(), amax);
+        let mut own_amax = if scale.is_known() { None } else { Some(device.activation([1])?) };
+        let own_amax = own_amax.as_mut().map(Tensor::view_mut);
+        device.quantize_fp8(values, scale, rounded.view_mut(), amax, own_amax);
         Ok(rounded)
     }
 }

@@ -4,6 +4,7 @@ use super::{Device, Result, Transposition};
 use crate::kernels::call::GroupedCall;
 use crate::kernels::cpu::matmul::MatmulSizes;
 use crate::precision::Precision;
+use crate::tensor::Tensor;
 use crate::view::{View, ViewMut};
 use trireme_base::DType;
 
@@ -48,7 +49,7 @@ impl Device {
         assert_eq!([block, right.shape().cols()], expected, "a block of {:?}", right.shape());
         assert_eq!(out.shape().rows(), rows, "{:?}", out.shape());
         let size = MatmulSizes { rows, cols, inner };
-        let mut scratch = self.matmul_scratch(precision, size, &(left, Transposition::No))?;
+        let mut scratch = self.grouped_scratch(precision, &[size], &(left, Transposition::No))?;
         let [starts, left, right] = [starts, left, right].map(View::operand);
         let (out, scratch) = (out.into_operand(), scratch.view_mut().into_operand());
         self.issue(GroupedCall::GroupedMatmul {
@@ -98,10 +99,9 @@ impl Device {
         // group may therefore need more scratch memory.
         let shorter = MatmulSizes { inner: inner.saturating_sub(1), ..size };
         let factor = (left, Transposition::Yes);
-        let words = [size, shorter].map(|size| self.matmul_scratch_words(precision, size, &factor));
-        let mut scratch = self.activation_of([words[0].max(words[1])], DType::U32)?;
-        // Partial sums of parts that wait for their sibling in the tree.
-        let num_sums = if num_parts == 1 { 0 } else { num_parts.ilog2() as usize + 1 };
+        let mut scratch = self.grouped_scratch(precision, &[size, shorter], &factor)?;
+        // Partial sums of parts that wait for their sibling in the tree. On a GPU, they are in registers.
+        let num_sums = if num_parts == 1 || self.is_gpu { 0 } else { num_parts.ilog2() as usize + 1 };
         let mut sums = self.activation([num_sums * rows * cols])?;
         let [starts, left, right] = [starts, left, right].map(View::operand);
         let [out, scratch, sums] = [out, scratch.view_mut(), sums.view_mut()].map(ViewMut::into_operand);
@@ -117,6 +117,18 @@ impl Device {
             accumulate,
         });
         Ok(())
+    }
+
+    /// Allocates scratch memory to pack the operands of matmuls of these sizes on the CPU. A GPU needs none.
+    fn grouped_scratch(
+        &self,
+        precision: Precision,
+        sizes: &[MatmulSizes],
+        left: &(View<'_>, Transposition),
+    ) -> Result<Tensor> {
+        let num_words = |&size| self.matmul_scratch_words(precision, size, left);
+        let num_words = if self.is_gpu { 0 } else { sizes.iter().map(num_words).max().unwrap_or(0) };
+        self.activation_of([num_words], DType::U32)
     }
 }
 

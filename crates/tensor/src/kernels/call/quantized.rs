@@ -29,11 +29,14 @@ kernel_calls! {
         pub fn add_dequantized => AddDequantized { message: View, format: IntegerFormat, y: ViewMut }
 
         /// Computes `y = fp8(x * s) / s` for the scale `s`, elementwise, rounded to nearest even and saturated. `y` is bf16. `amax`, an
-        /// f32, becomes the maximum of itself and the largest finite `|x|`.
+        /// f32, becomes the maximum of itself and the largest finite `|x|`. `own_amax`, an f32, is scratch memory, which is needed if the
+        /// scale is unknown.
         ///
-        /// Panics if the shapes differ.
+        /// Panics if the shapes differ, or without scratch memory that is needed.
         pub(crate) fn quantize_fp8 => QuantizeFp8 {
-            x: View, scale: Fp8Scale, y: ViewMut, amax: Option<ViewMut>; assert_eq!(x.shape(), y.shape());
+            x: View, scale: Fp8Scale, y: ViewMut, amax: Option<ViewMut>, own_amax: Option<ViewMut>;
+            assert_eq!(x.shape(), y.shape());
+            assert!(scale.is_known() || own_amax.is_some(), "no scale, and no memory for the largest value");
         }
     }
 }

@@ -17,19 +17,19 @@ const FRACTION_BITS: u32 = 23;
 
 /// Rounding of values to a format at a scale.
 #[derive(Clone, Copy)]
-struct Rounding {
+pub(crate) struct Rounding {
     scale: f32,
     inverse_scale: f32,
-    max: f32,
+    pub(crate) max: f32,
     /// Bits of the smallest normal value. Below it, the unit in the last place is constant.
-    normal_min: u32,
+    pub(crate) normal_min: u32,
     /// The bits of a power of two `r` minus the bits of a power of two `p`, where the f32 unit in the last place of `r` equals the fp8 unit
     /// in the last place of `p`.
-    rounder_offset: u32,
+    pub(crate) rounder_offset: u32,
 }
 
 impl Rounding {
-    fn new(format: Fp8Format, scale_exponent: i32) -> Self {
+    pub(crate) fn new(format: Fp8Format, scale_exponent: i32) -> Self {
         let (fraction_bits, exponent_min, max) = format.limits();
         Rounding {
             scale: power_of_two(scale_exponent),

@@ -17,8 +17,11 @@ const SOURCES: &[(&str, &str)] = &[
     ("attention.cu", include_str!("sources/attention.cu")),
     ("blocks.cu", include_str!("sources/blocks.cu")),
     ("elementwise.cu", include_str!("sources/elementwise.cu")),
+    ("experts.cu", include_str!("sources/experts.cu")),
+    ("grouped.cu", include_str!("sources/grouped.cu")),
     ("layers.cu", include_str!("sources/layers.cu")),
     ("optimizer.cu", include_str!("sources/optimizer.cu")),
+    ("quantized.cu", include_str!("sources/quantized.cu")),
     ("sums.cu", include_str!("sources/sums.cu")),
 ];
 

@@ -1,7 +1,7 @@
 //! The backend for NVIDIA GPUs.
 //!
 //! Kernels are CUDA C++ (`sources/`), which NVRTC compiles for the GPU at hand. CUDA's libraries are loaded when a device is opened, so the
-//! program needs none of them to start. A call that has no kernel here yet runs on the host, on copies of its operands.
+//! program needs none of them to start. Rust functions run on the host, on copies of their operands.
 //!
 //! The host never waits for a kernel, except in downloads. A failure is recorded, and all events that are pending or recorded later fail
 //! with its cause.
@@ -49,7 +49,7 @@ pub(crate) struct Cuda {
     context: Arc<Context>,
     streams: Streams,
     blas: Blas,
-    /// The host's processor, for calls without a kernel.
+    /// The host's processor, for Rust functions.
     cpu: Arc<Cpu>,
 }
 
@@ -138,11 +138,8 @@ impl Cuda {
 
 impl Backend for Cuda {
     fn run(&self, call: Call) {
-        if self.streams.failure().is_some() {
-            return;
-        }
-        if !self.run_on_device(&call) {
-            self.run_on_host(&call);
+        if self.streams.failure().is_none() {
+            self.run_call(&call);
         }
     }
 

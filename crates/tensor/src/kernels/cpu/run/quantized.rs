@@ -14,7 +14,7 @@ impl Cpu {
             QuantizedCall::AddDequantized { message, mut y, format } => {
                 self.add_dequantized(message.bytes(self), format, y.f32s(self));
             }
-            QuantizedCall::QuantizeFp8 { x, mut y, mut amax, scale } => with_element!(x.dtype() => |T| {
+            QuantizedCall::QuantizeFp8 { x, mut y, mut amax, scale, .. } => with_element!(x.dtype() => |T| {
                 let mut round = |exponent| {
                     self.quantize_fp8::<T>(x.elements(self), y.elements(self), scale.format(), exponent)
                 };

@@ -1,7 +1,9 @@
 use super::super::Cuda;
 use super::super::launch::{Argument, Words};
 use crate::kernels::call::AttentionCall;
-use crate::kernels::{AttentionInputs, AttentionOutput, AttentionScope, AttentionShape, Operand, OperandMut};
+use crate::kernels::{
+    AttentionInputs, AttentionOutput, AttentionScope, AttentionShape, LatentHeadShape, Operand, OperandMut,
+};
 use crate::shape::Shape;
 use trireme_base::DType;
 
@@ -70,9 +72,17 @@ impl Argument for Sizes<'_> {
     }
 }
 
+/// `LatentHeads` of `sources/attention.cu`, with the shape of rows of queries, keys and values.
+impl Argument for (LatentHeadShape, Shape) {
+    fn append(&self, to: &mut Words) -> usize {
+        let (shape, qkv) = *self;
+        let LatentHeadShape { num_heads, nope_dim, rotary_dim, value_dim, is_interleaved } = shape;
+        [num_heads, nope_dim, rotary_dim, value_dim, is_interleaved.into(), qkv.dims()[1]].append(to)
+    }
+}
+
 impl Cuda {
-    /// Launches the kernels of a call. Returns false if there is none for it.
-    pub(super) fn run_attention(&self, call: &AttentionCall) -> bool {
+    pub(super) fn run_attention(&self, call: &AttentionCall) {
         match call {
             AttentionCall::Rotary { qkv, shape, rotary, inverse } => {
                 let num_heads = shape.num_heads + shape.num_kv_heads;
@@ -152,9 +162,22 @@ impl Cuda {
                 let grads = [Some(d_queries), Some(d_keys_values)];
                 self.attention_backward(inputs, output, grads, scratch, (*shape, *scope), true);
             }
-            AttentionCall::LatentHeads { .. } | AttentionCall::LatentHeadsBackward { .. } => return false,
+            AttentionCall::LatentHeads { inputs: [queries, keys_values, shared_key], rotary, qkv, shape } => {
+                let launch = self.kernel("latent_heads", &[qkv.dtype()]).arg((*shape, qkv.shape()));
+                let launch = launch.arg(queries).arg(keys_values).arg(shared_key).arg(rotary.cos);
+                let launch = launch.arg(rotary.sin).arg(rotary.positions).arg(qkv).arg(shape.qkv_cols());
+                launch.over_elements(qkv.shape());
+            }
+            AttentionCall::LatentHeadsBackward { grad, rotary, grads, shape } => {
+                let [d_queries, d_keys_values, d_shared_key] = grads;
+                let cols = shape.query_cols() + shape.kv_cols() + shape.rotary_dim;
+                let launch = self.kernel("latent_heads_backward", &[grad.dtype()]);
+                let launch = launch.arg((*shape, grad.shape())).arg(grad).arg(rotary.cos).arg(rotary.sin);
+                let launch = launch.arg(rotary.positions).arg(d_queries).arg(d_keys_values);
+                let num_rows = grad.shape().num_elements() / shape.qkv_cols();
+                launch.arg(d_shared_key).arg(cols).over_elements([num_rows, cols].into());
+            }
         }
-        true
     }
 
     /// Computes attention. `results` are the output and the logarithms of sums.

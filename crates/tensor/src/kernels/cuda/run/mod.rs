@@ -3,8 +3,11 @@
 mod attention;
 mod blocks;
 mod elementwise;
+mod experts;
+mod grouped;
 mod layers;
 mod optimizer;
+mod quantized;
 mod sums;
 
 pub(crate) use attention::attention_scratch;
@@ -13,18 +16,20 @@ use super::Cuda;
 use crate::kernels::call::Call;
 
 impl Cuda {
-    /// Launches the kernels of a call. Returns false if there is none for it.
-    pub(super) fn run_on_device(&self, call: &Call) -> bool {
+    /// Launches the kernels of a call. A Rust function runs on the host.
+    pub(super) fn run_call(&self, call: &Call) {
         match call {
-            Call::Attention(call) => return self.run_attention(call),
+            Call::Attention(call) => self.run_attention(call),
             Call::Block(call) => self.run_block(call),
             Call::Elementwise(call) => self.run_elementwise(call),
+            Call::Expert(call) => self.run_expert(call),
+            Call::Function(_) => self.run_on_host(call),
+            Call::Grouped(call) => self.run_grouped(call),
             Call::Layer(call) => self.run_layer(call),
             Call::Matmul(call) => self.run_matmul(call),
             Call::Optimizer(call) => self.run_optimizer(call),
+            Call::Quantized(call) => self.run_quantized(call),
             Call::Sum(call) => self.run_sum(call),
-            _ => return false,
         }
-        true
     }
 }

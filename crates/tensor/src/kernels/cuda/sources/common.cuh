@@ -121,6 +121,10 @@ __device__ inline u64 element_stride() {
 // A block per row.
 #define FOR_EACH_ROW(row, num) for (u64 row = blockIdx.x; row < (num); row += gridDim.x)
 
+// A warp per item.
+#define FOR_EACH_WARP_ITEM(item, num)                                                  \
+    for (u64 item = first_element() / WARP; item < (num); item += element_stride() / WARP)
+
 template <class T> struct Sum {
     __device__ static T identity() {
         return T(0);
