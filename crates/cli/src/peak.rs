@@ -41,7 +41,9 @@ pub(crate) fn worker_peak(
 ) -> Result<Option<WorkerPeak>> {
     // A device with a known peak gets its own arm here.
     match config.training().device {
-        DeviceName::Cpu | DeviceName::Detached => {}
+        DeviceName::Auto | DeviceName::Cpu | DeviceName::Detached => {}
+        // Peaks of GPUs are not known yet; `[metrics] peak_flops` sets one.
+        DeviceName::Cuda => return Ok(None),
     }
     let unit = ExecutionUnit::of(simd_level, executor_options(config).precision);
     let num_threads = local_threads(config, share.num_threads);

@@ -31,7 +31,7 @@ mod transfer;
 
 pub use crate::kernels::backend::WaitSite;
 pub use crate::kernels::cuda::{
-    CudaError, CudaFolders, CudaInstallation, CudaOptions, FoundLibrary, LIBRARY_VARIABLE,
+    CudaError, CudaFolders, CudaInstallation, CudaOptions, CudaReport, FoundLibrary, Gpu, LIBRARY_VARIABLE,
 };
 pub use crate::memory::PageSource;
 pub(crate) use attention::CacheViews;

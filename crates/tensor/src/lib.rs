@@ -26,9 +26,10 @@ mod view;
 pub use cow_tensor::CowTensor;
 pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
-    BackendKind, CallTimer, CudaError, CudaFolders, CudaInstallation, CudaOptions, DetachedOptions, Device,
-    DeviceError, DeviceOptions, FoundLibrary, LIBRARY_VARIABLE, MatmulEpilogue, PageSource, PinnedMemory,
-    RecordedCalls, Replay, RowGroups, TimedCall, Transposition, UpdatePass, WaitSite,
+    BackendKind, CallTimer, CudaError, CudaFolders, CudaInstallation, CudaOptions, CudaReport,
+    DetachedOptions, Device, DeviceError, DeviceOptions, FoundLibrary, Gpu, LIBRARY_VARIABLE, MatmulEpilogue,
+    PageSource, PinnedMemory, RecordedCalls, Replay, RowGroups, TimedCall, Transposition, UpdatePass,
+    WaitSite,
 };
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{

@@ -11,7 +11,8 @@ pub fn fake_gpu() -> Option<BackendKind> {
         let compiler = Command::new("c++").arg("--version").output();
         or_skip("C++ compiler", compiler).map(|_| install())
     });
-    installation.map(|installation| BackendKind::Cuda(CudaOptions { installation, ordinal: 0 }))
+    installation
+        .map(|installation| BackendKind::Cuda(CudaOptions { installation: Some(installation), ordinal: 0 }))
 }
 
 /// Loads the libraries. Kernels that were compiled by another version of them are not used.

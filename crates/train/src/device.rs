@@ -7,14 +7,16 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use trireme_parallel::Spill;
 use trireme_tensor::{
-    BackendKind, DetachedOptions, Device, DeviceOptions, OverflowAllocator, PageSource, SimdLevel,
+    BackendKind, CudaError, CudaInstallation, CudaOptions, DetachedOptions, Device, DeviceError,
+    DeviceOptions, Gpu, OverflowAllocator, PageSource, SimdLevel,
 };
 
 /// Returns the options with which a worker opens its device.
 pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
     let budget = config.memory().device_budget.0.map(|bytes| bytes.0 as usize);
     let backend = match config.training().device {
-        DeviceName::Cpu => BackendKind::Cpu,
+        DeviceName::Auto | DeviceName::Cpu => BackendKind::Cpu,
+        DeviceName::Cuda => BackendKind::Cuda(CudaOptions { installation: None, ordinal: 0 }),
         DeviceName::Detached => {
             BackendKind::Detached(DetachedOptions { seed: config.training().seed, ignored_wait: None })
         }
@@ -26,16 +28,40 @@ pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
     DeviceOptions { num_threads, budget, backend, page_source, ..DeviceOptions::default() }
 }
 
-/// Opens the worker's device. With `huge_pages = "never"`, turns transparent huge pages off for the whole process.
+/// Returns the GPU of each of `num_workers` workers of this host; none if workers do not compute on GPUs.
+///
+/// # Errors
+/// If CUDA cannot be used on this host, or if a worker has no GPU.
+pub fn local_gpus(config: &Config, num_workers: usize) -> Result<Vec<Gpu>, CudaError> {
+    if config.training().device != DeviceName::Cuda {
+        return Ok(Vec::new());
+    }
+    let cuda = CudaInstallation::of_environment()?;
+    (0..num_workers).map(|worker| cuda.gpu(gpu_ordinal(cuda, worker)?)).collect()
+}
+
+/// Returns the number of the GPU of a worker among those that are visible to its process. A launcher may show each worker its own GPU
+/// only.
+fn gpu_ordinal(cuda: &CudaInstallation, local_rank: usize) -> Result<usize, CudaError> {
+    Ok(if cuda.gpus()?.len() == 1 { 0 } else { local_rank })
+}
+
+/// Opens the device of the worker `local_rank` of this host. With `huge_pages = "never"`, turns transparent huge pages off for the whole process.
 pub(crate) fn open_device(
     config: &Config,
+    local_rank: usize,
     num_threads: usize,
     simd_level_max: Option<SimdLevel>,
 ) -> Result<Device, TrainError> {
     if config.memory().huge_pages == HugePages::Never {
         disable_transparent_huge_pages(true).map_err(|error| TrainError::HugePages(error.into()))?;
     }
-    Ok(Device::open(DeviceOptions { simd_level_max, ..device_options(config, num_threads) })?)
+    let mut options = DeviceOptions { simd_level_max, ..device_options(config, num_threads) };
+    if let BackendKind::Cuda(cuda) = &mut options.backend {
+        let installation = CudaInstallation::of_environment().map_err(DeviceError::from)?;
+        cuda.ordinal = gpu_ordinal(installation, local_rank).map_err(DeviceError::from)?;
+    }
+    Ok(Device::open(options)?)
 }
 
 /// Lets activations spill to files if loads of experts are uneven, and if the config and the device allow it. Activations leave `reserved`

@@ -1,6 +1,6 @@
 //! Notices about the effect of settings on results.
 
-use crate::config::{Config, Fp8, QuantizedGradients};
+use crate::config::{Config, DeviceName, Fp8, QuantizedGradients};
 use crate::dataset::Dataset;
 use crate::fp8::FP8_NOTICE;
 use crate::observer::Observer;
@@ -10,6 +10,9 @@ use trireme_tensor::Precision;
 /// Number of passes up to which repeated text is nearly as good as new text (Muennighoff et al., "Scaling data-constrained language
 /// models", 2023, section 6).
 const EPOCHS_MAX: f64 = 4.0;
+
+const CUDA_NOTICE: &str = "the kernels for GPUs have run on a stand-in for NVIDIA's driver only, and not on hardware yet; compare the \
+                           losses of a short run with those of device = \"cpu\" before you rely on them";
 
 /// Notifies the user if the bits of results depend on the layout, unless the config asks for `determinism = "run"`.
 pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &mut dyn Observer) {
@@ -48,6 +51,12 @@ pub(crate) fn notice_staleness(config: &Config, observer: &mut dyn Observer) {
             "this schedule applies stale gradients; a smaller [optimizer] nu, such as 0.78, and a longer warm-up \
              cope with them better",
         );
+    }
+}
+
+pub(crate) fn notice_cuda(config: &Config, observer: &mut dyn Observer) {
+    if config.training().device == DeviceName::Cuda {
+        observer.notice(CUDA_NOTICE);
     }
 }
 

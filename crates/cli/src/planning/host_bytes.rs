@@ -6,7 +6,7 @@ use super::planned_run::Workers;
 use crate::host::{MemoryLimit, Pages, SharedLimit};
 use trireme_base::MemoryUse;
 use trireme_tensor::ParameterTable;
-use trireme_train::config::{Config, HugePages};
+use trireme_train::config::{Config, DeviceName, HugePages};
 
 /// Bytes of a process outside (`ordinary`) and inside (`reserved`) the host's pool of huge pages.
 #[derive(Debug, Clone, Copy, Default)]
@@ -99,7 +99,8 @@ impl HostBytes {
 
 /// Returns the bytes of a process on its host, uncounted memory included.
 fn process_bytes(prediction: &MemoryUse, config: &Config) -> ProcessBytes {
-    let own = prediction.on_machine();
+    let on_gpu = if config.training().device == DeviceName::Cuda { prediction.own } else { 0 };
+    let own = prediction.on_machine() - on_gpu;
     let counted = own.saturating_add(own / GAP_DIVISOR);
     match config.memory().huge_pages {
         HugePages::Transparent | HugePages::Never => {

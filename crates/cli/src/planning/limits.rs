@@ -5,6 +5,7 @@ use crate::host::{MemoryLimit, Pages};
 use trireme_base::Bytes;
 use trireme_planner::MemoryBounds;
 use trireme_train::config::{ActivationCheckpointMode, ByteLimit, Config};
+use trireme_train::local_gpus;
 
 /// Gaps between blocks, and page tables, take this fraction (1/32) of the counted memory in addition.
 pub(super) const GAP_DIVISOR: usize = 32;
@@ -19,13 +20,20 @@ pub(super) fn launcher_bytes(workers: Workers<'_>) -> usize {
 /// Returns the memory bounds of one worker: the config's budgets, and its share of the host's limits.
 pub(super) fn bounds(config: &Config, workers: Workers<'_>) -> MemoryBounds {
     let bytes = |limit: ByteLimit| limit.0.map_or(usize::MAX, |bytes| bytes.0 as usize);
-    let budget = bytes(config.memory().device_budget);
+    let budget = bytes(config.memory().device_budget).min(gpu_bytes(config, workers));
     let checkpoint = config.activation_checkpoint();
     let device = match checkpoint.mode {
         ActivationCheckpointMode::Auto => budget.min(bytes(checkpoint.memory)),
         _ => budget,
     };
     MemoryBounds { device, host: bytes(config.memory().host_budget), machine: tightest(workers).0 }
+}
+
+/// Returns the memory that the GPU of a worker has for a step; unlimited if workers have no GPUs, or if this machine is not the one that
+/// trains.
+fn gpu_bytes(config: &Config, workers: Workers<'_>) -> usize {
+    let gpus = local_gpus(config, workers.local_world_size).unwrap_or_default();
+    gpus.iter().map(|gpu| gpu.memory_bytes / (GAP_DIVISOR + 1) * GAP_DIVISOR).min().unwrap_or(usize::MAX)
 }
 
 /// Returns the counted bytes that each worker of this host may take so that all stay within the limits, and the limit that leaves the

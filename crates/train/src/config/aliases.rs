@@ -15,7 +15,7 @@ const ALIASES: &[(&str, &str, &str)] = &[
     ("context_length", "training.seq_len", ""),
     ("context_parallel_size", "parallelism.context_parallel_degree", ""),
     ("cpu_offload", "offload.optimizer", ""),
-    ("cuda", "training.device", "GPUs are not supported yet"),
+    ("cuda", "training.device", "device = \"cuda\""),
     ("dataset", "data.inputs", ""),
     ("dataset_text_field", "data.field", ""),
     ("ddp", "parallelism.zero_stage", "zero_stage = 0, the default"),
@@ -34,7 +34,7 @@ const ALIASES: &[(&str, &str, &str)] = &[
     ("fsdp", "parallelism.zero_stage", "zero_stage = 3"),
     ("full_shard", "parallelism.zero_stage", "zero_stage = 3"),
     ("global_train_batch_size", "training.global_batch_size", ""),
-    ("gpu", "training.device", "GPUs are not supported yet"),
+    ("gpu", "training.device", "device = \"cuda\""),
     ("gradient_accumulation", "training.global_batch_size", "local_batch_size x workers x accumulation"),
     (
         "gradient_accumulation_steps",

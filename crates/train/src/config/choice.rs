@@ -12,7 +12,7 @@ use trireme_parallel::Determinism;
 use trireme_schedule::ParseError;
 use trireme_schedule::collective::Algorithm;
 use trireme_schedule::pipeline::ScheduleKind;
-use trireme_tensor::Precision;
+use trireme_tensor::{CudaInstallation, Precision};
 
 /// Implements [`ConfigValue`] for an enum whose variants have names: a value is written as the name of its variant.
 macro_rules! value_by_name {
@@ -127,18 +127,36 @@ config_choice! {
 config_choice! {
     /// The hardware that workers compute on.
     DeviceName {
+        /// An NVIDIA GPU if the machine has one that can be used, else the CPU.
+        Auto = "auto",
         /// The CPU.
         Cpu = "cpu",
+        /// An NVIDIA GPU for each worker.
+        Cuda = "cuda",
         /// A CPU that behaves like an accelerator: kernels run asynchronously, and the host cannot read the device's memory.
         Detached = "detached",
     }
 }
 
 impl DeviceName {
-    /// Returns the number of devices of this kind that a host has.
-    pub fn num_devices(self) -> usize {
+    /// Replaces [`Auto`](DeviceName::Auto) by the device that it stands for on this machine.
+    pub fn resolved(self) -> Self {
+        let has_gpu = || CudaInstallation::of_environment().is_ok_and(|cuda| cuda.gpu(0).is_ok());
         match self {
-            DeviceName::Cpu | DeviceName::Detached => 1,
+            DeviceName::Auto if has_gpu() => DeviceName::Cuda,
+            DeviceName::Auto => DeviceName::Cpu,
+            device => device,
+        }
+    }
+
+    /// Returns the number of devices of this kind that this host has; 1 if a GPU is meant but there is none.
+    pub fn num_devices(self) -> usize {
+        match self.resolved() {
+            DeviceName::Auto | DeviceName::Cpu | DeviceName::Detached => 1,
+            DeviceName::Cuda => {
+                let gpus = CudaInstallation::of_environment().and_then(|cuda| cuda.gpus());
+                gpus.map_or(1, |gpus| gpus.len().max(1))
+            }
         }
     }
 }

@@ -42,8 +42,10 @@ pub(super) fn validate(
     path: &Path,
     world_size: Option<usize>,
 ) -> Result<Config, Vec<Mistake>> {
+    let device = unchecked.sections.training.device.resolved();
+    unchecked.sections.training.device = device;
     if unchecked.sections.launch.workers == 0 {
-        unchecked.sections.launch.workers = unchecked.sections.training.device.num_devices();
+        unchecked.sections.launch.workers = device.num_devices();
     }
     let world_size = world_size.unwrap_or(unchecked.sections.launch.workers);
     name_run(&mut unchecked.sections, path);

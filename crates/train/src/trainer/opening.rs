@@ -14,7 +14,7 @@ use crate::error::TrainError;
 use crate::executor::build_executor;
 use crate::metrics::{HashWriter, MetricsWriter, check_names};
 use crate::model_profile::infer_profile;
-use crate::notices::{notice_determinism, notice_epochs, notice_fp8, notice_staleness};
+use crate::notices::{notice_cuda, notice_determinism, notice_epochs, notice_fp8, notice_staleness};
 use crate::observer::Observer;
 use crate::optimizer::lr_schedule;
 use crate::preflight::check_room;
@@ -139,6 +139,7 @@ fn notice_settings(config: &Config, task: &dyn Task, observer: &mut dyn Observer
     notice_determinism(config, num_reducing, observer);
     notice_staleness(config, observer);
     notice_fp8(config, observer);
+    notice_cuda(config, observer);
 }
 
 /// The executor of this rank, and the values that are derived while it is built.
@@ -159,7 +160,9 @@ impl PreparedExecutor {
         options: &TrainerOptions,
     ) -> Result<Self, TrainError> {
         let TrainerOptions { num_threads, simd_level_max, peak_flops, .. } = *options;
-        let device = open_device(config, num_threads, simd_level_max)?;
+        let local_ranks = group.hosts().ranks(group.hosts().host_of(group.rank()));
+        let local_rank = local_ranks.iter().position(|&rank| rank == group.rank()).unwrap_or(0);
+        let device = open_device(config, local_rank, num_threads, simd_level_max)?;
         let profile = infer_profile(config, task, group.rank(), num_threads, batch_specs)?;
         let utilization =
             Utilization::new(config, task, &profile, batch_specs, &group, num_threads, peak_flops)?;

@@ -3,6 +3,7 @@
 mod advice;
 mod choices;
 mod cluster;
+mod cuda;
 mod machine;
 mod matmul;
 mod transports;
@@ -16,6 +17,7 @@ use crate::simd::{Excluded, Simd, Verification};
 use advice::Warning;
 use anyhow::{Context, Result, bail};
 use choices::MultiHostChoices;
+use cuda::CudaFacts;
 use machine::Machine;
 use serde::Serialize;
 use serde_json::json;
@@ -212,11 +214,13 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
     };
     let products = matmul::measure(sizes, threads, args.seconds, &simd, &measuring)?;
     drop(measuring);
+    let cuda = CudaFacts::read();
     let warnings = advice::warnings(&machine, &uses, cfg!(debug_assertions));
     if args.json {
         let report = json!({
             "version": env!("CARGO_PKG_VERSION"),
             "machine": serde_json::to_value(&machine)?,
+            "cuda": cuda,
             "uses": uses,
             "products": products,
             "warnings": warnings,
@@ -224,6 +228,7 @@ pub(crate) fn run(args: &DoctorArgs, started: Instant) -> Result<()> {
         return Ok(writeln!(Output, "{report:#}")?);
     }
     print_machine(&machine)?;
+    cuda.print()?;
     print_uses(&uses)?;
     matmul::print(&products)?;
     for Warning { problem, advice } in &warnings {

@@ -29,7 +29,7 @@ use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, single};
 use trireme_parallel::Determinism;
 use trireme_train::config::{Comm, Config, Resume, TaskKind};
-use trireme_train::{FLIGHT_RECORDER_FOLDER, Task, TrainError, all_gather_json, preflight};
+use trireme_train::{FLIGHT_RECORDER_FOLDER, Task, TrainError, all_gather_json, local_gpus, preflight};
 use worker::train;
 
 /// Maximum time to list the run's checkpoints after a worker has died.
@@ -95,14 +95,17 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, custom_task: Option<&Arc<d
     let is_launcher = environment.is_none();
     let task_kind = if custom_task.is_some() { TaskKind::CustomTask } else { TaskKind::LanguageModel };
     let source = ConfigSource { path: &args.config, overrides: &overrides, world_size, task_kind };
+    let num_local = |config: &Config| {
+        environment.as_ref().map_or(config.world_size(), |environment| environment.local_world_size)
+    };
     let (config, simd) = before_joining(environment.as_ref(), || {
         check_config_path(&args.config)?;
         let config = source.load(&[])?;
         set_format(config.metrics().log_format);
+        local_gpus(&config, num_local(&config))?;
         Ok((config, Simd::choose(Verification::Cached)?))
     })?;
-    let num_local =
-        environment.as_ref().map_or(config.world_size(), |environment| environment.local_world_size);
+    let num_local = num_local(&config);
     let share = HostShare::of_equal_workers(num_local, config.memory().huge_pages);
     let process = ProcessContext { source, share: &share, started, simd_level: simd.level, custom_task };
     match environment {

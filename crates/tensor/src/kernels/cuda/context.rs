@@ -3,16 +3,13 @@
 use super::api::call;
 use super::compile::compile_all;
 use super::error::CudaError;
-use super::installation::CudaInstallation;
+use super::installation::{CudaInstallation, Gpu};
 use cudarc::driver::sys as cuda;
 use std::collections::HashMap;
 use std::ffi::{CString, c_int};
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// Compute capability that kernels need, as ten times the major and the minor number: bf16 in tensor cores.
-const CAPABILITY_MIN: c_int = 80;
 
 /// Memory grows by at least this fraction at a time, because each request takes time.
 const GROWTH_DIVISOR: usize = 8;
@@ -61,34 +58,11 @@ impl Context {
         installation: &'static CudaInstallation,
         ordinal: usize,
     ) -> Result<Arc<Context>, CudaError> {
+        let Gpu { name, capability, .. } = installation.gpu(ordinal)?;
         let driver = &installation.driver;
-        let (mut num_gpus, mut device, mut name) = (0, 0, [0; 256]);
-        // SAFETY: each function writes a number, or as many bytes as it is told.
-        let capability = unsafe {
-            call!(driver, cuDeviceGetCount(&mut num_gpus))?;
-            let num_gpus = num_gpus as usize;
-            if num_gpus == 0 {
-                return Err(CudaError::NoGpu { reason: "the driver lists none".to_owned() });
-            }
-            if ordinal >= num_gpus {
-                return Err(CudaError::NoSuchGpu { ordinal, num_gpus });
-            }
-            call!(driver, cuDeviceGet(&mut device, ordinal as c_int))?;
-            call!(driver, cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device))?;
-            let attribute = |attribute| {
-                let mut value = 0;
-                call!(driver, cuDeviceGetAttribute(&mut value, attribute, device))?;
-                Ok::<_, CudaError>(value)
-            };
-            use cuda::CUdevice_attribute as attributes;
-            10 * attribute(attributes::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?
-                + attribute(attributes::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?
-        };
-        let name = name.iter().take_while(|&&byte| byte != 0).map(|&byte| byte as u8);
-        let name = String::from_utf8_lossy(&name.collect::<Vec<_>>()).into_owned();
-        if capability < CAPABILITY_MIN {
-            return Err(CudaError::OldGpu { name, capability });
-        }
+        let mut device = 0;
+        // SAFETY: writes a number.
+        unsafe { call!(driver, cuDeviceGet(&mut device, ordinal as c_int))? };
         let mut handle = std::ptr::null_mut();
         // SAFETY: writes a handle, which `drop` releases.
         unsafe { call!(driver, cuDevicePrimaryCtxRetain(&mut handle, device))? };

@@ -2,6 +2,7 @@
 
 use super::api::{BlasApi, DriverApi, NvrtcApi, call};
 use super::error::CudaError;
+use cudarc::driver::sys as cuda;
 use libloading::Library;
 use std::error::Error;
 use std::ffi::c_int;
@@ -11,6 +12,9 @@ use std::sync::{Mutex, PoisonError};
 
 /// Version of CUDA that a driver must support, as `cuDriverGetVersion` reports it.
 const DRIVER_VERSION_MIN: c_int = 12_040;
+
+/// Compute capability that kernels need, as ten times the major and the minor number: bf16 in tensor cores.
+const CAPABILITY_MIN: c_int = 80;
 
 /// The environment variable that names a folder in which all libraries of CUDA are looked for first.
 pub const LIBRARY_VARIABLE: &str = "TRIREME_CUDA_LIBRARIES";
@@ -141,32 +145,65 @@ impl CudaInstallation {
         Ok(installation)
     }
 
+    /// Loads the libraries that [`CudaFolders::from_environment`] finds.
+    ///
+    /// # Errors
+    /// As [`load`](CudaInstallation::load).
+    pub fn of_environment() -> Result<&'static CudaInstallation, CudaError> {
+        Self::load(&CudaFolders::from_environment())
+    }
+
     fn open(folders: &CudaFolders) -> Result<CudaInstallation, CudaError> {
-        let (driver_path, driver) = find(&DRIVER, folders)?;
-        let driver = DriverApi::load(driver).map_err(|source| unusable(&DRIVER, &driver_path, source))?;
-        let mut version = 0;
-        // SAFETY: writes one number.
-        unsafe { call!(driver, cuDriverGetVersion(&mut version))? };
-        if version < DRIVER_VERSION_MIN {
-            return Err(CudaError::OldDriver { found: version, needed: DRIVER_VERSION_MIN });
-        }
-        // SAFETY: the function has no requirements.
-        unsafe { call!(driver, cuInit(0)) }
-            .map_err(|error| CudaError::NoGpu { reason: error.to_string() })?;
-        let (nvrtc_path, nvrtc) = find(&NVRTC, folders)?;
-        let nvrtc = NvrtcApi::load(nvrtc).map_err(|source| unusable(&NVRTC, &nvrtc_path, source))?;
-        let (mut major, mut minor) = (0, 0);
-        // SAFETY: writes two numbers.
-        unsafe { call!(nvrtc, nvrtcVersion(&mut major, &mut minor))? };
-        let (blas_path, blas) = find(&CUBLAS, folders)?;
-        let blas = BlasApi::load(blas).map_err(|source| unusable(&CUBLAS, &blas_path, source))?;
-        let blas_version = blas.version() as i32;
-        let found = [
-            FoundLibrary { path: driver_path, version: (version / 1000, version % 1000 / 10) },
-            FoundLibrary { path: nvrtc_path, version: (major, minor) },
-            FoundLibrary { path: blas_path, version: (blas_version / 10_000, blas_version % 10_000 / 100) },
-        ];
+        let (driver, found_driver) = open_driver(folders)?;
+        let (nvrtc, found_nvrtc) = open_nvrtc(folders)?;
+        let (blas, found_blas) = open_blas(folders)?;
+        let found = [found_driver, found_nvrtc, found_blas];
         Ok(CudaInstallation { driver, nvrtc, blas, cache: folders.cache.clone(), found })
+    }
+
+    /// Looks for each library, and for GPUs. Unlike [`load`](CudaInstallation::load), continues after an error.
+    pub fn report(folders: &CudaFolders) -> CudaReport {
+        let driver = open_driver(folders);
+        let gpus = match &driver {
+            Ok((driver, _)) => Gpu::all(driver),
+            Err(_) => Ok(Vec::new()),
+        };
+        // Libraries stay loaded: after `cuInit`, the driver has threads of its own.
+        fn found<A>((api, found): (A, FoundLibrary)) -> FoundLibrary {
+            std::mem::forget(api);
+            found
+        }
+        let libraries = [
+            (DRIVER.name, driver.map(found)),
+            (NVRTC.name, open_nvrtc(folders).map(found)),
+            (CUBLAS.name, open_blas(folders).map(found)),
+        ];
+        CudaReport { libraries, gpus }
+    }
+
+    /// Returns the GPUs that are visible to the process, in the order of their numbers.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn gpus(&self) -> Result<Vec<Gpu>, CudaError> {
+        Gpu::all(&self.driver)
+    }
+
+    /// Returns the GPU of a number, which kernels can use.
+    ///
+    /// # Errors
+    /// If there is no such GPU, or if it is too old.
+    pub fn gpu(&self, ordinal: usize) -> Result<Gpu, CudaError> {
+        let mut gpus = self.gpus()?;
+        if gpus.is_empty() {
+            return Err(CudaError::NoGpu { reason: "the driver lists none".to_owned() });
+        }
+        if ordinal >= gpus.len() {
+            return Err(CudaError::NoSuchGpu { ordinal, num_gpus: gpus.len() });
+        }
+        let gpu = gpus.swap_remove(ordinal);
+        gpu.check()?;
+        Ok(gpu)
     }
 
     /// Returns the libraries: the driver, NVRTC and cuBLASLt.
@@ -178,6 +215,97 @@ impl CudaInstallation {
     pub(super) fn nvrtc_version(&self) -> (i32, i32) {
         self.found[1].version
     }
+}
+
+/// What [`CudaInstallation::report`] has found.
+#[derive(Debug)]
+pub struct CudaReport {
+    /// The name of each library, and where it is or why it cannot be used.
+    pub libraries: [(&'static str, Result<FoundLibrary, CudaError>); 3],
+    /// The visible GPUs; none without a driver.
+    pub gpus: Result<Vec<Gpu>, CudaError>,
+}
+
+/// A GPU that is visible to the process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gpu {
+    /// NVIDIA's name.
+    pub name: String,
+    /// Compute capability, as ten times the major and the minor number.
+    pub capability: i32,
+    /// Memory in bytes.
+    pub memory_bytes: usize,
+}
+
+impl Gpu {
+    /// Checks whether kernels can use this GPU.
+    ///
+    /// # Errors
+    /// If it is too old.
+    pub fn check(&self) -> Result<(), CudaError> {
+        if self.capability < CAPABILITY_MIN {
+            return Err(CudaError::OldGpu { name: self.name.clone(), capability: self.capability });
+        }
+        Ok(())
+    }
+
+    fn all(driver: &DriverApi) -> Result<Vec<Gpu>, CudaError> {
+        let mut num_gpus = 0;
+        // SAFETY: writes a number.
+        unsafe { call!(driver, cuDeviceGetCount(&mut num_gpus))? };
+        (0..num_gpus).map(|ordinal| Gpu::read(driver, ordinal)).collect()
+    }
+
+    fn read(driver: &DriverApi, ordinal: c_int) -> Result<Gpu, CudaError> {
+        use cuda::CUdevice_attribute as attributes;
+        let (mut device, mut name, mut memory_bytes) = (0, [0; 256], 0);
+        // SAFETY: each function writes a number, or as many bytes as it is told.
+        let capability = unsafe {
+            call!(driver, cuDeviceGet(&mut device, ordinal))?;
+            call!(driver, cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device))?;
+            call!(driver, cuDeviceTotalMem_v2(&mut memory_bytes, device))?;
+            let attribute = |attribute| {
+                let mut value = 0;
+                call!(driver, cuDeviceGetAttribute(&mut value, attribute, device))?;
+                Ok::<_, CudaError>(value)
+            };
+            10 * attribute(attributes::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?
+                + attribute(attributes::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?
+        };
+        let name = name.iter().take_while(|&&byte| byte != 0).map(|&byte| byte as u8);
+        let name = String::from_utf8_lossy(&name.collect::<Vec<_>>()).into_owned();
+        Ok(Gpu { name, capability, memory_bytes })
+    }
+}
+
+fn open_driver(folders: &CudaFolders) -> Result<(DriverApi, FoundLibrary), CudaError> {
+    let (path, driver) = find(&DRIVER, folders)?;
+    let driver = DriverApi::load(driver).map_err(|source| unusable(&DRIVER, &path, source))?;
+    let mut version = 0;
+    // SAFETY: writes one number.
+    unsafe { call!(driver, cuDriverGetVersion(&mut version))? };
+    if version < DRIVER_VERSION_MIN {
+        return Err(CudaError::OldDriver { found: version, needed: DRIVER_VERSION_MIN });
+    }
+    // SAFETY: the function has no requirements.
+    unsafe { call!(driver, cuInit(0)) }.map_err(|error| CudaError::NoGpu { reason: error.to_string() })?;
+    Ok((driver, FoundLibrary { path, version: (version / 1000, version % 1000 / 10) }))
+}
+
+fn open_nvrtc(folders: &CudaFolders) -> Result<(NvrtcApi, FoundLibrary), CudaError> {
+    let (path, nvrtc) = find(&NVRTC, folders)?;
+    let nvrtc = NvrtcApi::load(nvrtc).map_err(|source| unusable(&NVRTC, &path, source))?;
+    let mut version = (0, 0);
+    // SAFETY: writes two numbers.
+    unsafe { call!(nvrtc, nvrtcVersion(&mut version.0, &mut version.1))? };
+    Ok((nvrtc, FoundLibrary { path, version }))
+}
+
+fn open_blas(folders: &CudaFolders) -> Result<(BlasApi, FoundLibrary), CudaError> {
+    let (path, blas) = find(&CUBLAS, folders)?;
+    let blas = BlasApi::load(blas).map_err(|source| unusable(&CUBLAS, &path, source))?;
+    let version = blas.version() as i32;
+    Ok((blas, FoundLibrary { path, version: (version / 10_000, version % 10_000 / 100) }))
 }
 
 fn unusable(kind: &LibraryKind, path: &Path, source: libloading::Error) -> CudaError {

@@ -18,7 +18,7 @@ mod stream;
 
 pub(crate) use context::DeviceAddresses;
 pub use error::CudaError;
-pub use installation::{CudaFolders, CudaInstallation, FoundLibrary, LIBRARY_VARIABLE};
+pub use installation::{CudaFolders, CudaInstallation, CudaReport, FoundLibrary, Gpu, LIBRARY_VARIABLE};
 pub(crate) use matmul::matmul_scratch_words;
 pub(crate) use run::attention_scratch;
 
@@ -37,8 +37,8 @@ use trireme_base::Event;
 /// Options of a CUDA device.
 #[derive(Debug, Clone, Copy)]
 pub struct CudaOptions {
-    /// The libraries.
-    pub installation: &'static CudaInstallation,
+    /// The libraries; `None` for those that [`CudaInstallation::of_environment`] finds when the device is opened.
+    pub installation: Option<&'static CudaInstallation>,
     /// Number of the GPU among those that are visible to the process.
     pub ordinal: usize,
 }
@@ -56,7 +56,8 @@ pub(crate) struct Cuda {
 impl Cuda {
     /// Opens a GPU. Returns its addresses as well, without memory.
     pub(crate) fn open(options: CudaOptions, cpu: Arc<Cpu>) -> Result<(Self, DeviceAddresses), CudaError> {
-        let context = Context::open(options.installation, options.ordinal)?;
+        let installation = options.installation.map_or_else(CudaInstallation::of_environment, Ok)?;
+        let context = Context::open(installation, options.ordinal)?;
         let addresses = DeviceAddresses::reserve(&context)?;
         let (streams, blas) = (Streams::start(&context)?, Blas::open(&context)?);
         Ok((Cuda { context, streams, blas, cpu }, addresses))
