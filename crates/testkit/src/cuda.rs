@@ -1,4 +1,5 @@
 use crate::or_skip;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 use std::time::UNIX_EPOCH;
@@ -6,22 +7,31 @@ use trireme_tensor::{BackendKind, CudaFolders, CudaInstallation, CudaOptions};
 
 /// Returns a GPU that runs kernels on the host (see `trireme_fake_cuda`). `None` on a machine without a C++ compiler.
 pub fn fake_gpu() -> Option<BackendKind> {
-    static INSTALLATION: OnceLock<Option<&'static CudaInstallation>> = OnceLock::new();
-    let installation = *INSTALLATION.get_or_init(|| {
-        let compiler = Command::new("c++").arg("--version").output();
-        or_skip("C++ compiler", compiler).map(|_| install())
-    });
-    installation
-        .map(|installation| BackendKind::Cuda(CudaOptions { installation: Some(installation), ordinal: 0 }))
+    fake_cuda_folder().map(|folder| {
+        let cache = folder.join("trireme").join("cuda");
+        let folders = CudaFolders { cache, first: Some(folder.to_owned()), others: Vec::new() };
+        let installation = CudaInstallation::load(&folders).unwrap_or_else(|error| panic!("{error}"));
+        BackendKind::Cuda(CudaOptions { installation: Some(installation), ordinal: 0 })
+    })
 }
 
-/// Loads the libraries. Kernels that were compiled by another version of them are not used.
-fn install() -> &'static CudaInstallation {
+/// Returns a folder with stand-ins for CUDA's libraries, which also serves as `XDG_CACHE_HOME` for the kernels that they have compiled.
+/// `None` on a machine without a C++ compiler.
+pub fn fake_cuda_folder() -> Option<&'static Path> {
+    static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let install = || {
+        let compiler = Command::new("c++").arg("--version").output();
+        or_skip("C++ compiler", compiler).map(|_| install())
+    };
+    FOLDER.get_or_init(install).as_deref()
+}
+
+/// Each version of the libraries has its own folder, because kernels that another version has compiled are not used.
+fn install() -> PathBuf {
     let library = trireme_fake_cuda::library().expect("cargo has built the libraries");
     let built = library.metadata().and_then(|metadata| metadata.modified()).expect("the library has a time");
     let built = built.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos());
     let folder = library.with_file_name("fake_cuda").join(built.to_string());
     trireme_fake_cuda::install(&folder).expect("the target folder can be written");
-    let folders = CudaFolders { cache: folder.join("kernels"), first: Some(folder), others: Vec::new() };
-    CudaInstallation::load(&folders).unwrap_or_else(|error| panic!("{error}"))
+    folder
 }

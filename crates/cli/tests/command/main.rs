@@ -17,6 +17,7 @@ mod fine_tuning;
 mod full_disk;
 mod getting_started;
 mod golden;
+mod gpus;
 mod hangs;
 mod hosts;
 mod inputs;
