@@ -84,7 +84,7 @@ impl Operation for Convolution {
                     }
                 }
             },
-        );
+        )?;
         drop((x, weight));
         cx.output(y);
         Ok(())
@@ -114,7 +114,7 @@ impl Operation for Convolution {
                     }
                 }
             },
-        );
+        )?;
         drop(weight);
         cx.add_grad(0, dx)
     }
@@ -138,8 +138,7 @@ impl Operation for Convolution {
                     let Some(near) = own.neighbour(pixel, offset) else { continue };
                     add_scaled(out, x[near * inputs + input], &dy[pixel * outputs..][..outputs]);
                 }
-            });
-            Ok(())
+            })
         })
     }
 

@@ -28,6 +28,9 @@ const BACKENDS: [&str; 3] = ["cpu", "detached", "cuda"];
 /// Kernels that measure a machine and contribute to no result.
 const MEASUREMENT_KERNELS: [&str; 1] = ["stream"];
 
+/// The kernel that runs a Rust function, which GPUs refuse.
+const RUST_FUNCTION: &str = "for_each_row";
+
 /// Write docs/kernels.md, the list of kernels that a backend must provide.
 ///
 /// Runs the suites of crates/tensor/tests, and lists which of them call each kernel.
@@ -139,7 +142,9 @@ fn page(kernels: &[Kernel], traces: &Traces) -> Result<String> {
     );
     for kernel in kernels {
         let mut tests = BTreeSet::new();
-        for backend in BACKENDS {
+        // GPUs refuse Rust functions.
+        let is_run = |backend: &&str| *backend != "cuda" || kernel.name != RUST_FUNCTION;
+        for backend in BACKENDS.into_iter().filter(is_run) {
             let found = traces.get(&(kernel.name.clone(), backend.to_owned()));
             let what = || {
                 format!(
@@ -240,7 +245,9 @@ fn methods(text: &str, definitions: &[Definition], arms: &CallSources) -> Vec<Ke
                     definitions.iter().find(|definition| Some(&definition.path) == issued.as_ref());
                 let call =
                     definition.map(|definition| (definition.name.clone(), &arms[&definition.path][..]));
-                let kernel = call.or_else(|| Some((kernel_name(body)?, &body[..])));
+                // Functions of elements are computed for any float.
+                let run = if body.contains("self.issue_expression(") { "with_element!" } else { &body[..] };
+                let kernel = call.or_else(|| Some((kernel_name(body)?, run)));
                 let kernel = kernel.filter(|(name, _)| !MEASUREMENT_KERNELS.contains(&name.as_str()));
                 found.extend(kernel.map(|(name, run)| Kernel {
                     name,
@@ -274,9 +281,9 @@ fn unlinked(text: &str) -> String {
     plain.replace("[`", "`").replace("`]", "`")
 }
 
-/// Returns the kernel's name in the body of a method that calls `issue_function` or `count`.
+/// Returns the kernel's name in the body of a method that calls `issue_function`, `issue_expression` or `count`.
 fn kernel_name(body: &str) -> Option<String> {
-    let calls = ["self.issue_function(\"", "self.count(\""];
+    let calls = ["self.issue_function(\"", "self.issue_expression(\"", "self.count(\""];
     let after = calls.iter().find_map(|call| Some(body.split_once(call)?.1))?;
     Some(after.split_once('"')?.0.to_owned())
 }

@@ -33,11 +33,13 @@ pub use crate::kernels::backend::WaitSite;
 pub use crate::kernels::cuda::{
     CudaError, CudaFolders, CudaInstallation, CudaOptions, CudaReport, FoundLibrary, Gpu, LIBRARY_VARIABLE,
 };
+pub use crate::kernels::expression::Expr;
 pub use crate::memory::PageSource;
 pub(crate) use attention::CacheViews;
 pub use detached::DetachedOptions;
 pub use error::DeviceError;
 pub(crate) use error::Result;
+pub use functions::RowInput;
 pub use grouped::RowGroups;
 pub use matmul::{MatmulEpilogue, Transposition};
 pub use optimizer::UpdatePass;
@@ -147,7 +149,7 @@ impl Device {
                 Ok(Self::new(backend, cpu, options, arena, counter))
             }
             BackendKind::Cuda(cuda) => {
-                let (own, addresses) = Cuda::open(cuda, Arc::clone(&cpu))?;
+                let (own, addresses) = Cuda::open(cuda)?;
                 let (backend, arena) =
                     (Arc::new(own) as Arc<dyn Backend>, Arena::gpu(addresses, Arc::clone(&counter)));
                 arena.set_backend(&backend);

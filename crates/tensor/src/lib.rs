@@ -27,9 +27,9 @@ pub use cow_tensor::CowTensor;
 pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
     BackendKind, CallTimer, CudaError, CudaFolders, CudaInstallation, CudaOptions, CudaReport,
-    DetachedOptions, Device, DeviceError, DeviceOptions, FoundLibrary, Gpu, LIBRARY_VARIABLE, MatmulEpilogue,
-    PageSource, PinnedMemory, RecordedCalls, Replay, RowGroups, TimedCall, Transposition, UpdatePass,
-    WaitSite,
+    DetachedOptions, Device, DeviceError, DeviceOptions, Expr, FoundLibrary, Gpu, LIBRARY_VARIABLE,
+    MatmulEpilogue, PageSource, PinnedMemory, RecordedCalls, Replay, RowGroups, RowInput, TimedCall,
+    Transposition, UpdatePass, WaitSite,
 };
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{

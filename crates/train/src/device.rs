@@ -46,7 +46,8 @@ fn gpu_ordinal(cuda: &CudaInstallation, local_rank: usize) -> Result<usize, Cuda
     Ok(if cuda.gpus()?.len() == 1 { 0 } else { local_rank })
 }
 
-/// Opens the device of the worker `local_rank` of this host. With `huge_pages = "never"`, turns transparent huge pages off for the whole process.
+/// Opens the device of the worker `local_rank` of this host. With `huge_pages = "never"`, turns transparent huge pages off for the whole
+/// process.
 pub(crate) fn open_device(
     config: &Config,
     local_rank: usize,

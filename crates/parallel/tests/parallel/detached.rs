@@ -258,7 +258,7 @@ fn copies(backend: BackendKind, sites: &Mutex<BTreeSet<WaitSite>>) -> [Vec<u8>; 
     let device = Device::open(DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() }).unwrap();
     let zeros = || device.zeros([256].into(), DType::F32, Category::Activations).unwrap();
     let (mut x, mut y, mut z) = (zeros(), zeros(), zeros());
-    device.map_in_place(y.view_mut(), 1, |_| 2.0);
+    device.map_in_place(y.view_mut(), 1, |_| 2.0.into());
     let mut host = Pending::new(vec![1; 1024]);
     device.upload_async(&mut host, 0, x.view_mut());
     device.download_async(y.view(), &mut host, 0);

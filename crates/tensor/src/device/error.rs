@@ -32,6 +32,11 @@ pub enum DeviceError {
          batches, shorter sequences or a smaller model"
     )]
     Unaddressable { shape: Shape, dtype: DType, category: Category },
+    /// A kernel that is a Rust function was issued to a GPU.
+    #[error(
+        "the Rust function {name} cannot run on a GPU; state it with `Device::map_rows` or other kernels, or use the CPU"
+    )]
+    RustFunction { name: &'static str },
     /// A GPU cannot be used.
     #[error(transparent)]
     Cuda(#[from] CudaError),

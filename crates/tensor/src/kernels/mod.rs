@@ -5,6 +5,7 @@ pub(crate) mod backend;
 pub(crate) mod call;
 pub(crate) mod cpu;
 pub(crate) mod cuda;
+pub(crate) mod expression;
 mod operand;
 
 pub(crate) use cpu::SharedSlice;
@@ -27,5 +28,5 @@ pub use cpu::optimizer::{
 pub use cpu::peak::ExecutionUnit;
 pub use cpu::quantized::IntegerFormat;
 pub use cpu::simd::SimdLevel;
-pub(crate) use cpu::simd::{sigmoid, tanh};
+pub(crate) use cpu::simd::{exp, sigmoid, tanh};
 pub(crate) use operand::{Operand, OperandMut};

@@ -1,10 +1,15 @@
 //! Memory, copies and elementwise functions.
 
-use super::{FLOATS, assert_near, empty, on_all, random, rounded, rounding, shaped, tensor, wide};
+use super::{
+    FLOATS, assert_near, empty, gpu_options, on_all, on_all_near, on_processors, random, rounded, rounding,
+    shaped, tensor, wide,
+};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use trireme_base::{DType, Event, EventCompleter, Pending};
-use trireme_tensor::{BackendKind, DetachedOptions, Device, DeviceOptions, Tensor};
+use trireme_tensor::{
+    BackendKind, DetachedOptions, Device, DeviceError, DeviceOptions, Expr, RowInput, Tensor,
+};
 
 #[test]
 fn zeroed_memory_is_zero_and_other_elements_stay() {
@@ -105,7 +110,7 @@ fn concurrent_copies_see_kernels_issued_before_them() {
 fn functions_are_applied_to_each_element_and_rounded_once() {
     for dtype in FLOATS {
         let (left, right) = (random(1234, "left"), random(1234, "right"));
-        let [mapped, zipped, changed, added, sums] = on_all(|device| {
+        let [mapped, zipped, changed, added] = on_all(|device| {
             let (x, y) = (rounded(device, &left, dtype), rounded(device, &right, dtype));
             let mut out = [(); 4].map(|()| empty(device, [1234], dtype));
             let [mapped, zipped, changed, added] = &mut out;
@@ -115,12 +120,15 @@ fn functions_are_applied_to_each_element_and_rounded_once() {
             device.zip_in_place(changed.view_mut(), y.view(), 1, |x, y| x - y);
             device.copy(x.view(), added.view_mut());
             device.add_assign(added.view_mut(), y.view());
+            out.each_ref().map(|out| wide(device, out))
+        });
+        let [sums] = on_all_near(1e-5, |device| {
+            let (x, y) = (rounded(device, &left, dtype), rounded(device, &right, dtype));
             let rows = |values: &[f32]| shaped(device, values, [2, 617]);
             let mut sums = empty(device, [2], DType::F32);
             let (x, y) = (rows(&wide(device, &x)), rows(&wide(device, &y)));
             device.zip_sum_rows(x.view(), y.view(), sums.view_mut(), 1, |x, y| x * y);
-            let [mapped, zipped, changed, added] = out.each_ref().map(|out| wide(device, out));
-            [mapped, zipped, changed, added, device.read(sums.view())]
+            [device.read(sums.view())]
         });
         // Expected values are computed from inputs rounded to the dtype.
         let device = &Device::cpu(DeviceOptions::default()).unwrap();
@@ -136,17 +144,93 @@ fn functions_are_applied_to_each_element_and_rounded_once() {
     }
 }
 
+/// Each operation of expressions, and conditions that a NaN does not fulfil.
+#[test]
+fn expressions_compute_their_functions() {
+    let x = [-3.0_f32, -0.5, 0.0, 1e-4, 0.75, 2.0, 20.0, f32::NAN];
+    type Pair = (for<'f> fn(Expr<'f>) -> Expr<'f>, fn(f64) -> f64);
+    let functions: [Pair; 12] = [
+        (|x| -x, |x| -x),
+        (|x| x.exp(), f64::exp),
+        (|x| (x * x).ln(), |x| (x * x).ln()),
+        (|x| (x * x).ln_1p(), |x| (x * x).ln_1p()),
+        (|x| (x * x).sqrt(), f64::abs),
+        (|x| x.sigmoid(), |x| 1.0 / (1.0 + (-x).exp())),
+        (|x| x.tanh(), f64::tanh),
+        (|x| x.abs(), f64::abs),
+        (|x| (1.0 - x) / (x - 0.25), |x| (1.0 - x) / (x - 0.25)),
+        (|x| x.if_less(0.5, 2.0 * x, 7.0), |x| if x < 0.5 { 2.0 * x } else { 7.0 }),
+        (|x| Expr::from(1.0).if_less(2.0, x + 3.0, 0.0), |x| x + 3.0),
+        (|_| Expr::from(4.0).sqrt() * 3.0, |_| 6.0),
+    ];
+    for (index, (function, expected)) in functions.into_iter().enumerate() {
+        let [found] = on_all_near(2e-6, |device| {
+            let (x, mut y) = (tensor(device, &x), empty(device, [8], DType::F32));
+            device.map(x.view(), y.view_mut(), 1, function);
+            // NaN would not be near itself.
+            device.map_in_place(y.view_mut(), 1, |y| (y - y).if_less(1.0, y, -99.0));
+            [device.read(y.view())]
+        });
+        let expected = x.map(f64::from).map(expected);
+        let expected = expected.map(|y| if y.is_finite() { y } else { -99.0 });
+        assert_near(&found, expected, 2e-6, &format!("function {index}"));
+    }
+}
+
+/// Rows that are shorter and longer than blocks of elements, and inputs that repeat along rows or columns.
+#[test]
+fn functions_of_rows_reduce_their_elements() {
+    for [rows, cols] in [[5, 3], [3, 700], [700, 1]] {
+        let [x, columns, weights] =
+            [("x", rows * cols), ("columns", cols), ("weights", rows)].map(|(name, len)| random(len, name));
+        for has_weights in [false, true] {
+            let [softmax, sums] = on_all_near(1e-5, |device| {
+                let (x, columns) = (shaped(device, &x, [rows, cols]), tensor(device, &columns));
+                let weights = tensor(device, &weights);
+                let [mut softmax, mut sums] =
+                    [[rows, cols], [rows, 1]].map(|shape| empty(device, shape, DType::F32));
+                let weights = RowInput::Rows(has_weights.then(|| weights.view()));
+                let inputs = [RowInput::Elements(x.view()), weights];
+                device.map_rows(inputs, softmax.view_mut(), 9, |[x, weight]| {
+                    let exp = (x - x.row_max()).exp();
+                    weight * exp / exp.row_sum()
+                });
+                let inputs = [RowInput::Elements(x.view()), RowInput::Columns(columns.view()), weights];
+                device.map_rows(inputs, sums.view_mut(), 3, |[x, column, weight]| {
+                    (x * column * weight).row_sum() + 1.0
+                });
+                [device.read(softmax.view()), device.read(sums.view())]
+            });
+            let of = |row: usize| x[row * cols..(row + 1) * cols].iter().map(|&x| f64::from(x));
+            let weight = |row: usize| if has_weights { f64::from(weights[row]) } else { 1.0 };
+            let expected = (0..rows).flat_map(|row| {
+                let total: f64 = of(row).map(f64::exp).sum();
+                of(row).map(move |x| weight(row) * x.exp() / total)
+            });
+            assert_near(&softmax, expected, 1e-5, "softmax");
+            let product = |row| of(row).zip(&columns).map(|(x, &column)| x * f64::from(column)).sum::<f64>();
+            assert_near(&sums, (0..rows).map(|row| weight(row) * product(row) + 1.0), 1e-5, "sum");
+        }
+    }
+}
+
 #[test]
 fn for_each_row_passes_the_row_index() {
     let x = random(60, "x");
-    let found = on_all(|device| {
+    let run = |device: &Device| {
         assert!(device.read::<f32>(empty(device, [0], DType::F32).view()).is_empty());
         let (x, mut y) = (shaped(device, &x, [12, 5]), empty(device, [12, 5], DType::F32));
         device.for_each_row([x.view()], y.view_mut(), 1, |[x], row, y| {
             y.iter_mut().zip(&x[row * 5..]).for_each(|(y, x)| *y = x + row as f32);
-        });
-        device.read::<f32>(y.view())
-    });
+        })?;
+        Ok::<_, DeviceError>(device.read::<f32>(y.view()))
+    };
+    let found = on_processors(&|device: &Device| run(device).unwrap());
+    if let Some(options) = gpu_options() {
+        let refused = run(&Device::open(options).unwrap()).unwrap_err().to_string();
+        let name = "conformance::copies::for_each_row_passes_the_row_index";
+        assert!(refused.starts_with(&format!("the Rust function {name}")), "{refused}");
+    }
     let expected = x.iter().enumerate().map(|(index, x)| f64::from(*x) + (index / 5) as f64);
     assert_near(&found, expected, 1e-6, "element");
 }
@@ -178,7 +262,7 @@ fn failures_reach_devices_that_wait() {
     for seed in 0..8 {
         let (from, to) = (open(seed), open(seed + 8));
         let mut x = shaped(&from, &[1.0], [1]);
-        from.map_in_place(x.view_mut(), 1, |_| panic!("a kernel fails"));
+        from.for_each_row([], x.view_mut(), 1, |[], _, _| panic!("a kernel fails")).unwrap();
         let mut host = Pending::new(vec![0_u8; 4]);
         from.download_async(x.view(), &mut host, 0);
         if seed % 2 == 0 {

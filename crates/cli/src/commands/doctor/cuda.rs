@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use trireme_base::Bytes;
 use trireme_tensor::{CudaFolders, CudaInstallation, CudaReport, Gpu};
 
-/// What `[training] device = "cuda"` would find; its fields are keys of `--json`.
+/// GPUs and libraries, as `[training] device = "cuda"` finds them; the fields are keys of `--json`.
 #[derive(Debug, Serialize)]
 pub(super) struct CudaFacts {
     gpus: Vec<GpuFacts>,

@@ -37,6 +37,11 @@ kernel_calls! {
             precision: Precision, ids: View, table: View, position_table: Option<View>, row_positions: Positions, out: ViewMut
         }
 
+        /// Computes `out[i] = x[i] + table[row_positions.at((first_row + i) % row_positions.len())]` for rows, in f32.
+        pub(crate) fn add_positions => AddPositions {
+            x: View, table: View, first_row: usize, row_positions: Positions, out: ViewMut; assert_eq!(x.shape(), out.shape());
+        }
+
         /// Sums rows of a table, rounded to `precision`, over each bag of ids. `table` is `[rows, cols]`, `out` is `[bags, cols]`.
         pub(crate) fn embedding_bag => EmbeddingBag {
             precision: Precision, bags: Bags<View>, table: View, out: ViewMut
@@ -98,6 +103,9 @@ impl LayerCall {
                 let cost = Cost::others(&[usize::from(position_table.is_some()), num_elements]);
                 let read = num_elements * table.dtype().size();
                 cost.reads(ids.num_bytes()).reads(read).writes(out.num_bytes())
+            }
+            Self::AddPositions { x, out, .. } => {
+                per_element_cost(x.shape(), 1).reads(2 * x.num_bytes()).writes(out.num_bytes())
             }
             Self::EmbeddingBag { bags, table, out, .. } => {
                 let num_read = bags.ids.shape().num_elements().saturating_mul(out.shape().cols());

@@ -17,6 +17,7 @@ mod attention;
 mod blocks;
 mod elementwise;
 mod experts;
+mod expression;
 mod function;
 mod grouped;
 mod layers;
@@ -29,6 +30,7 @@ pub(crate) use attention::AttentionCall;
 pub(crate) use blocks::BlockCall;
 pub(crate) use elementwise::ElementwiseCall;
 pub(crate) use experts::ExpertCall;
+pub(crate) use expression::{ExpressionCall, FunctionInput};
 pub(crate) use function::{Function, FunctionCall};
 pub(crate) use grouped::GroupedCall;
 pub(crate) use layers::LayerCall;
@@ -304,6 +306,7 @@ areas! {
     Block(BlockCall),
     Elementwise(ElementwiseCall),
     Expert(ExpertCall),
+    Expression(ExpressionCall),
     Function(FunctionCall),
     Grouped(GroupedCall),
     Layer(LayerCall),

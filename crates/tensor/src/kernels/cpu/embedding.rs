@@ -101,6 +101,24 @@ for_each_simd_level! {
 }
 
 impl Cpu {
+    /// Computes `out[i] = x[i] + table[at.at((first_row + i) % at.len())]` for rows. Panics if a position is not the index of a row of the
+    /// table.
+    pub(crate) fn add_positions(
+        &self,
+        x: &[f32],
+        table: &[f32],
+        cols: usize,
+        first_row: usize,
+        at: Positions,
+        out: &mut [f32],
+    ) {
+        self.for_each_row(out, cols, |row, out| {
+            let position = at.at((first_row + row) % at.len());
+            let terms = x[row * cols..].iter().zip(&table[position * cols..][..cols]);
+            out.iter_mut().zip(terms).for_each(|(out, (x, term))| *out = x + term);
+        });
+    }
+
     /// Computes `out[i]`: the sum of the rows `table[id]` of bag `i`, each rounded to `P`, times the bag's factor. Panics if an id is not
     /// the index of a row of the table.
     pub(crate) fn embedding_bag<T: Element, P: Element>(

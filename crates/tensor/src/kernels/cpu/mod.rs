@@ -16,6 +16,7 @@ mod elementwise;
 pub(crate) mod embedding;
 pub(crate) mod exact_sum;
 pub(crate) mod experts;
+pub(crate) mod expression;
 pub(crate) mod fp8;
 mod free_list;
 mod mapping;

@@ -46,6 +46,15 @@ pub(super) fn compile_all(
     })
 }
 
+/// Returns the machine code of a generated source for a compute capability, from the cache or from NVRTC.
+pub(super) fn compile_generated(
+    installation: &'static CudaInstallation,
+    source: &str,
+    capability: i32,
+) -> Result<Vec<u8>, CudaError> {
+    cached(installation, ("function.cu", source), &architecture_of(capability))
+}
+
 /// Returns NVRTC's name of a compute capability. The suffix allows features of one generation only, such as the tensor cores of Hopper.
 fn architecture_of(capability: i32) -> String {
     format!("sm_{capability}{}", if capability >= 90 { "a" } else { "" })
@@ -154,9 +163,16 @@ fn compile(
 
 #[cfg(test)]
 mod tests {
+    use super::super::expression::generate;
     use super::*;
     use crate::CudaFolders;
+    use crate::kernels::call::{ExpressionCall, FunctionInput, Operands};
+    use crate::kernels::expression::{InputLayout, Program};
+    use crate::kernels::{Operand, OperandMut};
+    use crate::shape::Shape;
     use std::collections::BTreeMap;
+    use std::sync::Arc;
+    use trireme_base::{Cost, DType};
     use trireme_testkit::{install_fake_cuda, or_skip};
 
     /// Names the folder with NVRTC 12.9, from the Python package `nvidia-cuda-nvrtc-cu12`.
@@ -172,8 +188,59 @@ mod tests {
     /// NVRTC needs no GPU. No kernel causes a warning or spills registers. The table shows which registers a change costs.
     #[test]
     fn sources_compile_for_every_generation_without_warnings_and_spills() {
+        let Some(installation) = nvrtc() else { return };
+        let table = table(installation);
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(TABLE);
+        if std::env::var_os(BLESS).is_some() {
+            std::fs::write(path, table).unwrap();
+        } else {
+            let expected = std::fs::read_to_string(path).unwrap_or_default();
+            assert!(table == expected, "{TABLE} is out of date: set {BLESS}=1 to write it; found\n{table}");
+        }
+    }
+
+    /// Functions of elements are generated when they are first called. This one has every operation.
+    #[test]
+    fn generated_sources_compile_without_warnings() {
+        let Some(installation) = nvrtc() else { return };
+        let program = Program::record([true; 3], |[x, y, z]| {
+            let exp = (x - x.row_max()).exp();
+            let sum = (exp / exp.row_sum()).sqrt().ln() + y.tanh() * y.sigmoid();
+            sum.if_less(2.0, -sum, z.ln_1p().abs())
+        });
+        let array = |shape: [usize; 2], dtype| Operand::of_host(&[], (Shape::from(shape), dtype));
+        let input = |dtype, [row_stride, col_stride]: [usize; 2]| FunctionInput {
+            operand: array([4, 8], dtype),
+            layout: InputLayout { row_stride, col_stride },
+        };
+        let call = ExpressionCall {
+            name: "map_rows",
+            cost: Cost::ZERO,
+            program: Arc::new(program),
+            reads_output: true,
+            inputs: vec![input(DType::Bf16, [8, 1]), input(DType::F16, [1, 0])],
+            cols: 8,
+            output: OperandMut::new(array([4, 8], DType::F32)),
+        };
+        let flat = ExpressionCall {
+            program: Arc::new(Program::record([true; 1], |[x]| 2.0 * x)),
+            inputs: Vec::new(),
+            ..call.with_operands(&mut |operand, _| *operand)
+        };
+        for call in [call, flat] {
+            let source = generate(&call).source;
+            for capability in CAPABILITIES {
+                let architecture = architecture_of(capability);
+                let (_, log) = compile(installation, ("function.cu", &source), &architecture, &[]).unwrap();
+                assert_eq!(log, "", "{source}");
+            }
+        }
+    }
+
+    /// Returns NVRTC from the folder that the variable names, with stand-ins for the other libraries.
+    fn nvrtc() -> Option<&'static CudaInstallation> {
         let folder = std::env::var_os(VARIABLE).ok_or("TRIREME_TEST_NVRTC is not set");
-        let Some(nvrtc) = or_skip("NVRTC", folder) else { return };
+        let nvrtc = or_skip("NVRTC", folder)?;
         let temporary = tempfile::tempdir().unwrap();
         let folder = temporary.path().to_owned();
         install_fake_cuda(&folder).unwrap();
@@ -184,14 +251,9 @@ mod tests {
         }
         let folders = CudaFolders { cache: folder.join("cache"), first: Some(folder), others: Vec::new() };
         let installation = CudaInstallation::load(&folders).unwrap();
-        let table = table(installation);
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(TABLE);
-        if std::env::var_os(BLESS).is_some() {
-            std::fs::write(path, table).unwrap();
-        } else {
-            let expected = std::fs::read_to_string(path).unwrap_or_default();
-            assert!(table == expected, "{TABLE} is out of date: set {BLESS}=1 to write it; found\n{table}");
-        }
+        // The library opens others of its folder later.
+        std::mem::forget(temporary);
+        Some(installation)
     }
 
     /// Returns a line per kernel: its registers for each capability. Asserts that the compiler says nothing else.

@@ -1,7 +1,7 @@
 //! A GPU of this process: its context, memory and compiled kernels.
 
 use super::api::call;
-use super::compile::compile_all;
+use super::compile::{compile_all, compile_generated};
 use super::error::CudaError;
 use super::installation::{CudaInstallation, Gpu};
 use cudarc::driver::sys as cuda;
@@ -21,7 +21,9 @@ pub(super) struct Context {
     handle: cuda::CUcontext,
     /// Name of the GPU.
     pub(super) name: String,
-    modules: Vec<cuda::CUmodule>,
+    /// The compute capability, as ten times the major and the minor number.
+    capability: c_int,
+    modules: Mutex<Vec<cuda::CUmodule>>,
     functions: Mutex<HashMap<String, Function>>,
 }
 
@@ -67,15 +69,34 @@ impl Context {
         // SAFETY: writes a handle, which `drop` releases.
         unsafe { call!(driver, cuDevicePrimaryCtxRetain(&mut handle, device))? };
         let functions = Mutex::default();
-        let mut context = Context { installation, device, handle, name, modules: Vec::new(), functions };
+        let modules = Mutex::default();
+        let context = Context { installation, device, handle, name, capability, modules, functions };
         context.enter()?;
         for image in compile_all(installation, capability)? {
-            let mut module = std::ptr::null_mut();
-            // SAFETY: an image of NVRTC for this GPU.
-            unsafe { call!(driver, cuModuleLoadData(&mut module, image.as_ptr().cast()))? };
-            context.modules.push(module);
+            context.load(&image)?;
         }
         Ok(Arc::new(context))
+    }
+
+    /// Loads machine code of NVRTC for this GPU.
+    fn load(&self, image: &[u8]) -> Result<(), CudaError> {
+        let mut module = std::ptr::null_mut();
+        // SAFETY: an image of NVRTC for this GPU.
+        unsafe {
+            call!(self.installation.driver, cuModuleLoadData(&mut module, image.as_ptr().cast()))?;
+        }
+        self.modules.lock().unwrap_or_else(PoisonError::into_inner).push(module);
+        Ok(())
+    }
+
+    /// Compiles a generated kernel of this name, unless it is loaded.
+    pub(super) fn load_generated(&self, name: &str, source: &str) -> Result<(), CudaError> {
+        let is_loaded = self.functions.lock().unwrap_or_else(PoisonError::into_inner).contains_key(name);
+        if is_loaded {
+            Ok(())
+        } else {
+            self.load(&compile_generated(self.installation, source, self.capability)?)
+        }
     }
 
     /// Makes this context current on the calling thread, which calls of the driver require.
@@ -95,7 +116,7 @@ impl Context {
         let c_name = CString::new(name).expect("names of kernels have no zeros");
         let mut outcome =
             Err(CudaError::Call { function: "cuModuleGetFunction", name: format!("no kernel {name}") });
-        for &module in &self.modules {
+        for &module in &*self.modules.lock().unwrap_or_else(PoisonError::into_inner) {
             let mut handle = std::ptr::null_mut();
             // SAFETY: a loaded module; writes a handle.
             let found = unsafe { call!(driver, cuModuleGetFunction(&mut handle, module, c_name.as_ptr())) };
@@ -129,7 +150,7 @@ impl Drop for Context {
         let _ = self.enter();
         // SAFETY: loaded and retained by `open`. Streams, events and memory hold the context, so none is left, and no kernel runs.
         unsafe {
-            for &module in &self.modules {
+            for &module in &*self.modules.lock().unwrap_or_else(PoisonError::into_inner) {
                 let _ = (driver.cuModuleUnload)(module);
             }
             let _ = (driver.cuDevicePrimaryCtxRelease_v2)(self.device);

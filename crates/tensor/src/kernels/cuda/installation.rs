@@ -217,7 +217,7 @@ impl CudaInstallation {
     }
 }
 
-/// What [`CudaInstallation::report`] has found.
+/// The libraries and GPUs of a machine, from [`CudaInstallation::report`].
 #[derive(Debug)]
 pub struct CudaReport {
     /// The name of each library, and where it is or why it cannot be used.

@@ -1,7 +1,7 @@
 //! The backend for NVIDIA GPUs.
 //!
 //! Kernels are CUDA C++ (`sources/`), which NVRTC compiles for the GPU at hand. CUDA's libraries are loaded when a device is opened, so the
-//! program needs none of them to start. Rust functions run on the host, on copies of their operands.
+//! program needs none of them to start. Functions of elements become source as well (`expression.rs`).
 //!
 //! The host never waits for a kernel, except in downloads. A failure is recorded, and all events that are pending or recorded later fail
 //! with its cause.
@@ -10,6 +10,7 @@ mod api;
 mod compile;
 mod context;
 mod error;
+mod expression;
 mod installation;
 mod launch;
 mod matmul;
@@ -23,8 +24,7 @@ pub(crate) use matmul::matmul_scratch_words;
 pub(crate) use run::attention_scratch;
 
 use crate::kernels::backend::{Backend, DeviceSide, HostCopy, Stream};
-use crate::kernels::call::{Access, Call, Operands};
-use crate::kernels::cpu::Cpu;
+use crate::kernels::call::Call;
 use crate::kernels::{Operand, OperandMut};
 use api::call;
 use context::Context;
@@ -49,41 +49,16 @@ pub(crate) struct Cuda {
     context: Arc<Context>,
     streams: Streams,
     blas: Blas,
-    /// The host's processor, for Rust functions.
-    cpu: Arc<Cpu>,
 }
 
 impl Cuda {
     /// Opens a GPU. Returns its addresses as well, without memory.
-    pub(crate) fn open(options: CudaOptions, cpu: Arc<Cpu>) -> Result<(Self, DeviceAddresses), CudaError> {
+    pub(crate) fn open(options: CudaOptions) -> Result<(Self, DeviceAddresses), CudaError> {
         let installation = options.installation.map_or_else(CudaInstallation::of_environment, Ok)?;
         let context = Context::open(installation, options.ordinal)?;
         let addresses = DeviceAddresses::reserve(&context)?;
         let (streams, blas) = (Streams::start(&context)?, Blas::open(&context)?);
-        Ok((Cuda { context, streams, blas, cpu }, addresses))
-    }
-
-    /// Runs a call on the host: copies its operands there, and those that it writes back.
-    fn run_on_host(&self, call: &Call) {
-        let mut operands = Vec::new();
-        call.for_each_operand(&mut |operand, access| operands.push((*operand, access)));
-        let mut copies: Vec<Vec<u128>> =
-            operands.iter().map(|(operand, _)| vec![0; operand.num_bytes().div_ceil(16)]).collect();
-        for ((operand, _), copy) in operands.iter().zip(&mut copies) {
-            self.download(*operand, &mut bytemuck::cast_slice_mut(copy)[..operand.num_bytes()]);
-        }
-        let mut remaining = copies.iter_mut();
-        self.cpu.run(call.with_operands(&mut |operand, _| {
-            let copy = remaining.next().expect("one copy per operand");
-            let bytes = &mut bytemuck::cast_slice_mut(copy)[..operand.num_bytes()];
-            OperandMut::of_host(bytes, (operand.shape(), operand.dtype())).as_operand()
-        }));
-        for ((operand, access), copy) in operands.into_iter().zip(&copies) {
-            if access == Access::Write {
-                let bytes = &bytemuck::cast_slice(copy)[..operand.num_bytes()];
-                self.upload(bytes, OperandMut::new(operand));
-            }
-        }
+        Ok((Cuda { context, streams, blas }, addresses))
     }
 
     /// Copies memory on the device.

@@ -1,4 +1,4 @@
-use crate::device::Result;
+use crate::device::{Expr, Result};
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use trireme_base::DType;
 
@@ -10,7 +10,9 @@ impl Operation for Add {
     declares! { inputs: 2..=2, accepts_sharded_rows }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
-        let sum = |left, right| left + right;
+        fn sum<'f>(left: Expr<'f>, right: Expr<'f>) -> Expr<'f> {
+            left + right
+        }
         let dtypes = [0, 1].map(|index| cx.input(index).dtype());
         let dtype = if dtypes[0] == dtypes[1] { dtypes[0] } else { DType::F32 };
         let wide = [0, 1].into_iter().filter(|&index| dtypes[index] == dtype);

@@ -1,5 +1,4 @@
-use super::router_z_loss::{row_weights, weight_of};
-use crate::device::Result;
+use crate::device::{Expr, Result, RowInput};
 use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, ReadBy, declares};
 use crate::tensor::Tensor;
 use crate::view::View;
@@ -39,12 +38,19 @@ fn relative_excess(cx: &OperationContext<'_>, ids: View<'_>, num_experts: usize)
         }
     }
     let mut excess = cx.empty([num_experts], DType::F32)?;
-    cx.device().for_each_row([loads.view()], excess.view_mut(), 3, |[loads], _, excess| {
-        let even = loads.iter().sum::<f32>() / loads.len() as f32;
-        let of = |load: &f32| if even > 0.0 { load / even - 1.0 } else { 0.0 };
-        excess.iter_mut().zip(loads).for_each(|(excess, load)| *excess = of(load));
+    let loads = loads.view().part(0, [1, num_experts].into());
+    let out = excess.view_mut().into_part(0, [1, num_experts].into());
+    cx.device().map_rows([RowInput::Elements(loads)], out, 3, |[load]| {
+        let even = load.row_sum() / num_experts as f32;
+        Expr::from(0.0).if_less(even, load / even - 1.0, 0.0)
     });
     Ok(excess)
+}
+
+/// Returns the mean of the experts' excess loads, weighted by a row's scores, and the sum of the scores.
+fn mean_excess<'f>(score: Expr<'f>, excess: Expr<'f>) -> (Expr<'f>, Expr<'f>) {
+    let sum = score.row_sum() + SCORE_EPSILON;
+    ((score * excess).row_sum() / sum, sum)
 }
 
 impl Operation for BalanceLoss {
@@ -54,15 +60,12 @@ impl Operation for BalanceLoss {
         let shape = cx.input(0).shape();
         let excess = relative_excess(cx, cx.input(1), shape.cols())?;
         let mut values = cx.empty([shape.rows(), 1], DType::F32)?;
-        let inputs = [cx.input(0), excess.view(), row_weights((cx.num_inputs() > 2).then(|| cx.input(2)))];
-        let cols = shape.cols();
-        let value = move |[scores, excess, weights]: [&[f32]; 3], row: usize, value: &mut [f32]| {
-            let scores = &scores[row * cols..(row + 1) * cols];
-            let sum = scores.iter().sum::<f32>() + SCORE_EPSILON;
-            let product: f32 = scores.iter().zip(excess).map(|(score, excess)| score * excess).sum();
-            value[0] = weight_of(weights, row) * (1.0 + product / sum);
-        };
-        cx.device().for_each_row(inputs, values.view_mut(), 3 * cols, value);
+        let weights = (cx.num_inputs() > 2).then(|| cx.input(2));
+        let inputs =
+            [RowInput::Elements(cx.input(0)), RowInput::Columns(excess.view()), RowInput::Rows(weights)];
+        cx.device().map_rows(inputs, values.view_mut(), 3 * shape.cols(), |[score, excess, weight]| {
+            weight * (1.0 + mean_excess(score, excess).0)
+        });
         cx.save(excess);
         cx.add_sum_to_loss(values.view(), 1.0, shape.rows())
     }
@@ -71,20 +74,13 @@ impl Operation for BalanceLoss {
         let shape = cx.input_shape(0);
         let scale = cx.loss_grad_factor() / shape.rows() as f32;
         let mut grad = cx.empty(shape, DType::F32)?;
-        let inputs = [
-            cx.input(0),
-            cx.saved(0).expect("forward has saved the loads"),
-            row_weights((cx.num_inputs() > 2).then(|| cx.input(2))),
-        ];
-        let cols = shape.cols();
-        let gradient = move |[scores, excess, weights]: [&[f32]; 3], row: usize, grad: &mut [f32]| {
-            let scores = &scores[row * cols..(row + 1) * cols];
-            let sum = scores.iter().sum::<f32>() + SCORE_EPSILON;
-            let product: f32 = scores.iter().zip(excess).map(|(score, excess)| score * excess).sum();
-            let (mean, scale) = (product / sum, scale * weight_of(weights, row) / sum);
-            grad.iter_mut().zip(excess).for_each(|(grad, excess)| *grad = scale * (excess - mean));
-        };
-        cx.device().for_each_row(inputs, grad.view_mut(), 6, gradient);
+        let excess = cx.saved(0).expect("forward has saved the loads");
+        let weights = (cx.num_inputs() > 2).then(|| cx.input(2));
+        let inputs = [RowInput::Elements(cx.input(0)), RowInput::Columns(excess), RowInput::Rows(weights)];
+        cx.device().map_rows(inputs, grad.view_mut(), 6, |[score, excess, weight]| {
+            let (mean, sum) = mean_excess(score, excess);
+            scale * weight / sum * (excess - mean)
+        });
         cx.add_grad(0, grad)
     }
 
@@ -99,8 +95,10 @@ impl Operation for PeakLoad {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let excess = relative_excess(cx, cx.input(0), self.num_experts)?;
         let mut peak = cx.empty([1, 1], DType::F32)?;
-        cx.device().for_each_row([excess.view()], peak.view_mut(), 1, move |[excess], _, peak| {
-            peak[0] = 1.0 + excess.iter().copied().fold(0.0, f32::max);
+        let excess = excess.view().part(0, [1, self.num_experts].into());
+        cx.device().map_rows([RowInput::Elements(excess)], peak.view_mut(), 1, |[excess]| {
+            let most = excess.row_max();
+            1.0 + most.if_less(0.0, 0.0, most)
         });
         cx.add_sum_to_loss(peak.view(), 1.0, 1)
     }

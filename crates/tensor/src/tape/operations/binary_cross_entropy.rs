@@ -1,4 +1,4 @@
-use crate::kernels::sigmoid;
+use crate::device::Expr;
 use crate::tape::ElementLoss;
 
 /// The cross-entropy of the probability `1 / (1 + e^-x)` and a target between 0 and 1, computed from the logit `x`. It stays finite for any
@@ -9,13 +9,11 @@ pub struct BinaryCrossEntropyWithLogits;
 impl ElementLoss for BinaryCrossEntropyWithLogits {
     const OPERATIONS: usize = 60;
 
-    #[inline(always)]
-    fn value(&self, x: f32, target: f32) -> f32 {
-        x.max(0.0) - x * target + (-x.abs()).exp().ln_1p()
+    fn value<'f>(&self, x: Expr<'f>, target: Expr<'f>) -> Expr<'f> {
+        x.if_less(0.0, 0.0, x) - x * target + (-x.abs()).exp().ln_1p()
     }
 
-    #[inline(always)]
-    fn derivative(&self, x: f32, target: f32) -> f32 {
-        sigmoid(x) - target
+    fn derivative<'f>(&self, x: Expr<'f>, target: Expr<'f>) -> Expr<'f> {
+        x.sigmoid() - target
     }
 }

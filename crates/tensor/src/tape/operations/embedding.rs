@@ -46,12 +46,7 @@ impl Embedding {
         let first_row = first_row * cx.tensor_axis().map_or(0, |axis| axis.axis_rank().rank);
         let at = cx.positions(seq_len);
         let mut sum = cx.empty(y.shape(), DType::F32)?;
-        let inputs = [y.view(), positions.view()];
-        device.for_each_row(inputs, sum.view_mut(), 1, move |[y, positions], row, sum| {
-            let position = at.at((first_row + row) % seq_len);
-            let terms = y[row * cols..].iter().zip(&positions[position * cols..]);
-            sum.iter_mut().zip(terms).for_each(|(sum, (y, position))| *sum = y + position);
-        });
+        device.add_positions(y.view(), positions.view(), first_row, at, sum.view_mut());
         Ok(sum)
     }
 }

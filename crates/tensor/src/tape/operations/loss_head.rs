@@ -2,7 +2,6 @@ use super::linear::weight_grad;
 use crate::device::{Device, MatmulEpilogue, Result, Transposition};
 use crate::kernels::StridedBlocks;
 use crate::kernels::cpu::cross_entropy::{NUM_STATISTICS, RowFactors, VocabularyChunk};
-use crate::kernels::tanh;
 use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
 use crate::precision::Precision;
@@ -80,8 +79,7 @@ impl LossHead {
         let (left, epilogue) = ((x, Transposition::No), MatmulEpilogue::Overwrite);
         device.matmul(precision, left, weight, logits.view_mut(), epilogue)?;
         if let Some(cap) = self.soft_cap {
-            device
-                .map_in_place(logits.view_mut(), Tanh::OPERATIONS + 2, move |logit| cap * tanh(logit / cap));
+            device.map_in_place(logits.view_mut(), Tanh::OPERATIONS + 2, |logit| cap * (logit / cap).tanh());
         }
         Ok(logits)
     }
@@ -323,8 +321,9 @@ impl LossHead {
             gradient.view_mut(),
         );
         if let Some(cap) = self.soft_cap {
-            let slope = move |grad: f32, capped: f32| grad * (1.0 - (capped / cap) * (capped / cap));
-            device.zip_in_place(gradient.view_mut(), logits.view(), 4, slope);
+            device.zip_in_place(gradient.view_mut(), logits.view(), 4, |grad, capped| {
+                grad * (1.0 - (capped / cap) * (capped / cap))
+            });
         }
         Ok(gradient)
     }

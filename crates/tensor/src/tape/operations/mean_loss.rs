@@ -1,21 +1,21 @@
 //! Elementwise losses.
 
-use crate::device::{Device, Result};
+use crate::device::{Device, Expr, Result};
 use crate::tape::{BackwardContext, ForwardContext, Operation, declares};
 use crate::tensor::Tensor;
 use crate::view::View;
 use std::fmt;
 
-/// A loss of an element `x` and its target. Cloned into kernels, which may run later.
-pub trait ElementLoss: fmt::Debug + Clone + Send + Sync + 'static {
+/// A loss of an element `x` and its target.
+pub trait ElementLoss: fmt::Debug + Send + Sync + 'static {
     /// Floating-point operations per value; a derivative takes about as many.
     const OPERATIONS: usize;
 
     /// Returns the loss.
-    fn value(&self, x: f32, target: f32) -> f32;
+    fn value<'f>(&self, x: Expr<'f>, target: Expr<'f>) -> Expr<'f>;
 
     /// Returns the derivative with respect to `x`.
-    fn derivative(&self, x: f32, target: f32) -> f32;
+    fn derivative<'f>(&self, x: Expr<'f>, target: Expr<'f>) -> Expr<'f>;
 }
 
 /// The mean of a loss over the elements of `x` and of targets of the same shape and dtype. It has no output: it adds to the tape's
@@ -27,9 +27,7 @@ impl<L: ElementLoss> MeanLoss<L> {
     /// Computes the sum of each row.
     fn sums(&self, device: &Device, x: View<'_>, target: View<'_>) -> Result<Tensor> {
         let mut sums = device.activation([x.shape().rows()])?;
-        let loss = self.0.clone();
-        let value = move |x, target| loss.value(x, target);
-        device.zip_sum_rows(x, target, sums.view_mut(), L::OPERATIONS, value);
+        device.zip_sum_rows(x, target, sums.view_mut(), L::OPERATIONS, |x, target| self.0.value(x, target));
         Ok(sums)
     }
 }
@@ -53,9 +51,10 @@ impl<L: ElementLoss> Operation for MeanLoss<L> {
         drop(sums);
         let scale = cx.loss_grad_factor() / shape.num_elements() as f32;
         let mut grad = cx.empty(shape, cx.input(0).dtype())?;
-        let loss = self.0.clone();
-        let derivative = move |x, target| scale * loss.derivative(x, target);
-        cx.device().zip(cx.input(0), cx.input(1), grad.view_mut(), L::OPERATIONS + 1, derivative);
+        let (x, target) = (cx.input(0), cx.input(1));
+        cx.device().zip(x, target, grad.view_mut(), L::OPERATIONS + 1, |x, target| {
+            scale * self.0.derivative(x, target)
+        });
         cx.add_grad(0, grad)
     }
 }

@@ -35,7 +35,7 @@ impl Norm {
         }
         let mut sum = cx.empty(weight.view().shape(), DType::F32)?;
         let offset = self.weight_offset;
-        cx.device().map(weight.view(), sum.view_mut(), 1, move |weight| weight + offset);
+        cx.device().map(weight.view(), sum.view_mut(), 1, |weight| weight + offset);
         Ok(CowTensor::Owned(sum))
     }
 }

@@ -1,11 +1,12 @@
 //! Elementwise operations.
 
+use crate::device::Expr;
 use crate::device::Result;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, declares};
 use std::fmt;
 
-/// An elementwise function, computed in f32. Types that implement this trait are [`Operation`]s. Cloned into kernels, which may run later.
-pub trait Pointwise: fmt::Debug + Clone + Send + Sync + 'static {
+/// An elementwise function, computed in f32. Types that implement this trait are [`Operation`]s.
+pub trait Pointwise: fmt::Debug + Send + Sync + 'static {
     /// Floating-point operations per value; a derivative takes about as many.
     const OPERATIONS: usize;
 
@@ -13,11 +14,11 @@ pub trait Pointwise: fmt::Debug + Clone + Send + Sync + 'static {
     const DERIVATIVE_OF_OUTPUT: bool;
 
     /// Returns the value at `x`.
-    fn value(&self, x: f32) -> f32;
+    fn value<'f>(&self, x: Expr<'f>) -> Expr<'f>;
 
     /// Returns the derivative at the input `read`, or at the input whose output is `read` if
     /// [`DERIVATIVE_OF_OUTPUT`](Pointwise::DERIVATIVE_OF_OUTPUT).
-    fn derivative(&self, read: f32) -> f32;
+    fn derivative<'f>(&self, read: Expr<'f>) -> Expr<'f>;
 }
 
 impl<F: Pointwise> Operation for F {
@@ -25,8 +26,7 @@ impl<F: Pointwise> Operation for F {
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
-        let function = self.clone();
-        cx.device().map(cx.input(0), y.view_mut(), F::OPERATIONS, move |x| function.value(x));
+        cx.device().map(cx.input(0), y.view_mut(), F::OPERATIONS, |x| self.value(x));
         cx.output(y);
         Ok(())
     }
@@ -34,9 +34,8 @@ impl<F: Pointwise> Operation for F {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
         let mut grad = cx.take_output_grad();
         let read = if F::DERIVATIVE_OF_OUTPUT { cx.output(0) } else { cx.input(0) };
-        let function = self.clone();
-        let product = move |dy, read| dy * function.derivative(read);
-        cx.device().zip_in_place(grad.view_mut(), read, F::OPERATIONS + 1, product);
+        let device = cx.device();
+        device.zip_in_place(grad.view_mut(), read, F::OPERATIONS + 1, |dy, read| dy * self.derivative(read));
         cx.add_grad(0, grad)
     }
 

@@ -1,3 +1,4 @@
+use crate::device::Expr;
 use crate::tape::Pointwise;
 
 /// `max(x, 0)`, with derivative 0 at 0. NaN stays NaN.
@@ -8,13 +9,11 @@ impl Pointwise for Relu {
     const OPERATIONS: usize = 1;
     const DERIVATIVE_OF_OUTPUT: bool = true;
 
-    #[inline(always)]
-    fn value(&self, x: f32) -> f32 {
-        if x < 0.0 { 0.0 } else { x }
+    fn value<'f>(&self, x: Expr<'f>) -> Expr<'f> {
+        x.if_less(0.0, 0.0, x)
     }
 
-    #[inline(always)]
-    fn derivative(&self, y: f32) -> f32 {
-        if y > 0.0 { 1.0 } else { 0.0 }
+    fn derivative<'f>(&self, y: Expr<'f>) -> Expr<'f> {
+        Expr::from(0.0).if_less(y, 1.0, 0.0)
     }
 }

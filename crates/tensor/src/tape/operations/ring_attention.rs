@@ -100,7 +100,7 @@ impl RingAttention {
         let (device, [batch, len, ..]) = (cx.device(), self.sizes());
         let [queries, mut block] = self.split_qkv(cx, &views)?;
         let mut sums = cx.zeros([batch, len, self.shape.output_cols()], DType::F32)?;
-        device.map_in_place(log_sums.view_mut(), 0, |_| f32::NEG_INFINITY);
+        device.map_in_place(log_sums.view_mut(), 0, |_| f32::NEG_INFINITY.into());
         for step in 0..self.degree() {
             let shift = self.send(cx, block.view(), step)?;
             let views = AttentionInputs { queries: queries.view(), keys_values: Some(block.view()), ..views };

@@ -1,4 +1,4 @@
-use crate::kernels::sigmoid;
+use crate::device::Expr;
 use crate::tape::Pointwise;
 use trireme_base::Cost;
 
@@ -10,13 +10,11 @@ impl Pointwise for Sigmoid {
     const OPERATIONS: usize = Cost::EXP + 2;
     const DERIVATIVE_OF_OUTPUT: bool = true;
 
-    #[inline(always)]
-    fn value(&self, x: f32) -> f32 {
-        sigmoid(x)
+    fn value<'f>(&self, x: Expr<'f>) -> Expr<'f> {
+        x.sigmoid()
     }
 
-    #[inline(always)]
-    fn derivative(&self, y: f32) -> f32 {
+    fn derivative<'f>(&self, y: Expr<'f>) -> Expr<'f> {
         y * (1.0 - y)
     }
 }

@@ -1,4 +1,4 @@
-use crate::kernels::sigmoid;
+use crate::device::Expr;
 use crate::tape::Pointwise;
 use trireme_base::Cost;
 
@@ -10,14 +10,12 @@ impl Pointwise for Silu {
     const OPERATIONS: usize = Cost::EXP + 3;
     const DERIVATIVE_OF_OUTPUT: bool = false;
 
-    #[inline(always)]
-    fn value(&self, x: f32) -> f32 {
-        x * sigmoid(x)
+    fn value<'f>(&self, x: Expr<'f>) -> Expr<'f> {
+        x * x.sigmoid()
     }
 
-    #[inline(always)]
-    fn derivative(&self, x: f32) -> f32 {
-        let s = sigmoid(x);
+    fn derivative<'f>(&self, x: Expr<'f>) -> Expr<'f> {
+        let s = x.sigmoid();
         s + x * s * (1.0 - s)
     }
 }

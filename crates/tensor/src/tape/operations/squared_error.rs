@@ -1,3 +1,4 @@
+use crate::device::Expr;
 use crate::tape::ElementLoss;
 
 /// `(x - target)^2`; with [`MeanLoss`](crate::tape::MeanLoss), the mean squared error.
@@ -7,13 +8,11 @@ pub struct SquaredError;
 impl ElementLoss for SquaredError {
     const OPERATIONS: usize = 2;
 
-    #[inline(always)]
-    fn value(&self, x: f32, target: f32) -> f32 {
+    fn value<'f>(&self, x: Expr<'f>, target: Expr<'f>) -> Expr<'f> {
         (x - target) * (x - target)
     }
 
-    #[inline(always)]
-    fn derivative(&self, x: f32, target: f32) -> f32 {
+    fn derivative<'f>(&self, x: Expr<'f>, target: Expr<'f>) -> Expr<'f> {
         2.0 * (x - target)
     }
 }

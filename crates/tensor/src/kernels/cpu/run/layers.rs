@@ -35,6 +35,10 @@ impl Cpu {
                     self.embedding::<T, P>(ids, table, positions, row_positions, out.f32s(self));
                 }));
             }
+            LayerCall::AddPositions { x, table, first_row, row_positions, mut out } => {
+                let (cols, table) = (out.shape().cols(), table.f32s(self));
+                self.add_positions(x.f32s(self), table, cols, first_row, row_positions, out.f32s(self));
+            }
             LayerCall::EmbeddingBag { bags, table, mut out, precision } => {
                 let (bags, cols) = (bags.map(|ids| ids.u32s(self)), out.shape().cols());
                 with_element!(table.dtype() => |T| with_element!(precision.dtype() => |P| {

@@ -4,6 +4,7 @@ mod attention;
 mod blocks;
 mod elementwise;
 mod experts;
+mod expression;
 mod grouped;
 mod layers;
 mod matmul;
@@ -30,6 +31,7 @@ impl Backend for Cpu {
             Call::Block(call) => self.run_block(call),
             Call::Elementwise(call) => self.run_elementwise(call),
             Call::Expert(call) => self.run_expert(call),
+            Call::Expression(call) => self.run_expression(call),
             Call::Function(FunctionCall { inputs, output, function, .. }) => function(self, &inputs, output),
             Call::Grouped(call) => self.run_grouped(call),
             Call::Layer(call) => self.run_layer(call),

@@ -65,6 +65,11 @@ impl Cuda {
                 let cols = out.shape().num_elements() / ids.shape().num_elements();
                 launch.arg(row_positions).arg(out).arg(cols).over_elements(out.shape());
             }
+            LayerCall::AddPositions { x, table, first_row, row_positions, out } => {
+                let launch = self.kernel("add_positions", &[]).arg(x).arg(table).arg(table.shape().rows());
+                let launch = launch.arg(first_row).arg(row_positions).arg(out);
+                launch.arg(out.shape().cols()).over_elements(out.shape());
+            }
             LayerCall::EmbeddingBag { bags, table, out, precision } => {
                 let launch = self.kernel("embedding_bag", &[table.dtype(), precision.dtype()]);
                 let launch = launch.arg((bags, table.shape().rows())).arg(table).arg(out);

@@ -224,7 +224,7 @@ impl Argument for Option<&StateOperands> {
             StateDType::Int8 => 2,
         };
         let flags = pair(dtype, state.is_second_moment.into());
-        (&state.values).append(to) + (&state.steps).append(to) + flags.append(to)
+        state.values.append(to) + state.steps.append(to) + flags.append(to)
     }
 }
 

@@ -82,6 +82,15 @@ FOR_EACH_FLOAT(NORM)
     }
 FOR_EACH_PAIR(EMBEDDING)
 
+extern "C" __global__ void add_positions(
+    const float* x, const float* table, u64 num_positions, u64 first_row, Positions positions, float* out, u64 cols, u64 num) {
+    FOR_EACH_ELEMENT(i, num) {
+        u64 position = position_at(positions, (first_row + i / cols) % positions.len);
+        check(position < num_positions);
+        out[i] = x[i] + table[position * cols + i % cols];
+    }
+}
+
 // As `Bags` in `kernels/cpu/embedding.rs`. `shard_len` is the number of rows of the table that are stored, from `shard_start` on; ids of
 // other rows add nothing if the table is sharded.
 struct Bags {

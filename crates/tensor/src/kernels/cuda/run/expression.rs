@@ -1,0 +1,42 @@
+use super::super::Cuda;
+use super::super::expression::{Generated, generate};
+use super::super::launch::{Argument, Words};
+use crate::kernels::call::ExpressionCall;
+
+/// `Constants` of a generated kernel: at least one number.
+struct Constants(Vec<f32>);
+
+impl Argument for Constants {
+    fn append(&self, to: &mut Words) -> usize {
+        let of_pair = |pair: &[f32]| {
+            let high = pair.get(1).map_or(0, |number| number.to_bits());
+            u64::from(pair[0].to_bits()) | u64::from(high) << 32
+        };
+        to.extend(self.0.chunks(2).map(of_pair));
+        if self.0.is_empty() {
+            to.push(0);
+        }
+        self.0.len().max(1) * size_of::<f32>()
+    }
+}
+
+impl Cuda {
+    pub(super) fn run_expression(&self, call: &ExpressionCall) {
+        let Generated { name, source, constants, is_flat } = generate(call);
+        self.issue(|| self.context.load_generated(&name, &source));
+        let ExpressionCall { inputs, cols, output, .. } = call;
+        let mut launch = self.kernel(&name, &[]);
+        for input in inputs {
+            launch = launch.arg(input.operand);
+            if !is_flat {
+                launch = launch.arg(input.layout.row_stride).arg(input.layout.col_stride);
+            }
+        }
+        let launch = launch.arg(output).arg(Constants(constants));
+        if is_flat {
+            return launch.over_elements(output.shape());
+        }
+        let out_cols = output.shape().cols();
+        launch.arg(*cols).arg(out_cols).over_rows(output.shape().num_elements() / out_cols.max(1));
+    }
+}
