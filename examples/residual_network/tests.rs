@@ -77,6 +77,7 @@ fn train(num_workers: usize, layout: &[&str]) -> Vec<u64> {
     let ranks = run_ranks(num_workers, |group| {
         let options = TrainerOptions {
             num_threads: 1,
+            local_rank: None,
             simd_level_max: None,
             started: Instant::now(),
             plan: None,

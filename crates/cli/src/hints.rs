@@ -72,6 +72,7 @@ fn device(error: &DeviceError) -> Option<&'static str> {
             "set [memory] huge_pages = \"transparent\""
         }
         DeviceError::Threads { .. } => "lower [training] threads",
+        DeviceError::RustFunction { .. } => "set [training] device = \"cpu\"",
         DeviceError::Unaddressable { .. } | DeviceError::OutOfMemory(_) => {
             "set a smaller [training] local_batch_size or seq_len"
         }

@@ -234,22 +234,42 @@ unsafe extern "C" fn cublasLtMatrixLayoutDestroy(layout: *mut Layout) -> cublasS
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cublasLtMatmulPreferenceCreate(preference: Out<'_, *mut u8>) -> cublasStatus_t {
-    create(preference, 0)
+extern "C" fn cublasLtMatmulPreferenceCreate(preference: Out<'_, *mut Preference>) -> cublasStatus_t {
+    create(preference, Preference([256; 4]))
 }
 
+/// Alignments of the addresses of A, B, C and D in bytes, which algorithms may rely on.
+#[derive(Clone, Copy)]
+struct Preference([u32; 4]);
+
+/// `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`; those of B, C and D follow.
+const MIN_ALIGNMENT_A: u32 = 5;
+
+/// Alignment of workspaces.
+const WORKSPACE_ALIGNMENT: usize = 256;
+
+/// Alignment of a bias.
+const BIAS_ALIGNMENT: usize = 16;
+
 #[unsafe(no_mangle)]
-extern "C" fn cublasLtMatmulPreferenceSetAttribute(
-    _preference: *mut u8,
-    _attribute: u32,
-    _value: *const c_void,
-    _num_bytes: usize,
+unsafe extern "C" fn cublasLtMatmulPreferenceSetAttribute(
+    preference: *mut Preference,
+    attribute: u32,
+    value: *const c_void,
+    num_bytes: usize,
 ) -> cublasStatus_t {
+    if let Some(matrix) = attribute.checked_sub(MIN_ALIGNMENT_A).filter(|matrix| *matrix < 4) {
+        if num_bytes != size_of::<u32>() {
+            return CUBLAS_STATUS_INVALID_VALUE;
+        }
+        // SAFETY: the caller passes a preference, and a number of this size.
+        unsafe { (*preference).0[matrix as usize] = value.cast::<u32>().read_unaligned() };
+    }
     CUBLAS_STATUS_SUCCESS
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cublasLtMatmulPreferenceDestroy(preference: *mut u8) -> cublasStatus_t {
+unsafe extern "C" fn cublasLtMatmulPreferenceDestroy(preference: *mut Preference) -> cublasStatus_t {
     // SAFETY: the caller passes a preference that it does not use any more.
     unsafe { destroy(preference) }
 }
@@ -265,25 +285,23 @@ struct HeuristicResult {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cublasLtMatmulAlgoGetHeuristic(
+unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     _handle: *mut u8,
     _description: *const Description,
     _a: *const Layout,
     _b: *const Layout,
     _c: *const Layout,
     _d: *const Layout,
-    _preference: *mut u8,
+    preference: *const Preference,
     _num_requested: c_int,
     results: Out<'_, HeuristicResult>,
     num_results: Out<'_, c_int>,
 ) -> cublasStatus_t {
-    results.write(HeuristicResult {
-        algorithm: [0; 8],
-        workspace_bytes: 0,
-        state: 0,
-        waves: 1.0,
-        reserved: [0; 4],
-    });
+    // SAFETY: the caller passes a preference.
+    let alignments = unsafe { (*preference).0 };
+    let mut algorithm = [0; 8];
+    algorithm.iter_mut().zip(alignments).for_each(|(word, alignment)| *word = u64::from(alignment));
+    results.write(HeuristicResult { algorithm, workspace_bytes: 0, state: 0, waves: 1.0, reserved: [0; 4] });
     num_results.write(1);
     CUBLAS_STATUS_SUCCESS
 }
@@ -302,14 +320,23 @@ unsafe extern "C" fn cublasLtMatmul(
     c_layout: *const Layout,
     d: usize,
     d_layout: *const Layout,
-    _algorithm: *const [u64; 8],
-    _workspace: usize,
+    algorithm: *const [u64; 8],
+    workspace: usize,
     _workspace_bytes: usize,
     stream: u64,
 ) -> cublasStatus_t {
     // SAFETY: the caller passes a description, layouts and numbers.
     let (description, factors, layouts) =
         unsafe { (*description, [*alpha, *beta], [*a_layout, *b_layout, *c_layout, *d_layout]) };
+    // SAFETY: the caller passes an algorithm of the heuristic.
+    let alignments = unsafe { *algorithm };
+    let is_aligned =
+        [a, b, c, d].iter().zip(alignments).all(|(&start, alignment)| start as u64 % alignment == 0)
+            && workspace.is_multiple_of(WORKSPACE_ALIGNMENT)
+            && (!description.has_bias || description.bias.is_multiple_of(BIAS_ALIGNMENT));
+    if !is_aligned {
+        return CUBLAS_STATUS_INVALID_VALUE;
+    }
     let matrix = |start, layout, is_transposed| Matrix { start, layout, is_transposed };
     let [a_transposed, b_transposed] = description.transposed;
     let [a, b] = [matrix(a, layouts[0], a_transposed), matrix(b, layouts[1], b_transposed)];

@@ -253,7 +253,7 @@ impl Device {
     }
 
     /// Records the kernel calls of this device, and of its [hosts](Device::host), in `calls` from now on. Only the first call has an
-    /// effect. On a CPU device, calls of [functions](Device::map) are not recorded.
+    /// effect. On a CPU device, calls of [Rust functions](Device::for_each_row) are not recorded.
     pub fn record_calls(&self, calls: &RecordedCalls) {
         self.recorded.get_or_init(|| calls.clone());
     }
@@ -440,11 +440,15 @@ impl Device {
         self.cpu.run_unit(unit, rounds)
     }
 
-    /// Streams through memory with almost no arithmetic. Used to measure bandwidth.
-    pub(crate) fn stream(&self, traffic: Traffic, memory: ViewMut<'_>) {
+    /// Streams through memory with almost no arithmetic. Used to measure bandwidth. Fails on a GPU.
+    pub(crate) fn stream(&self, traffic: Traffic, memory: ViewMut<'_>) -> Result<()> {
+        if self.is_gpu {
+            return Err(DeviceError::RustFunction { name: "the probe of memory bandwidth" });
+        }
         self.issue_function("stream", Cost::ZERO, [], memory, move |cpu, [], mut memory| {
             cpu.stream(traffic, memory.u32s(cpu));
         });
+        Ok(())
     }
 }
 

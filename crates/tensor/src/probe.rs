@@ -111,10 +111,7 @@ impl Probe {
     pub fn stream(&self, traffic: Traffic) -> Result<Timing> {
         let shape = [traffic.extent().div_ceil(size_of::<u32>())].into();
         let mut memory = self.device.empty(shape, DType::U32, Category::Activations)?;
-        time_runs(self.duration, |_| {
-            self.device.stream(traffic, memory.view_mut());
-            Ok(())
-        })
+        time_runs(self.duration, |_| self.device.stream(traffic, memory.view_mut()))
     }
 
     /// Times a matmul with the dtypes of training: activations in `precision`, weights in f32. NN and NT write activations; TN adds to an

@@ -28,20 +28,34 @@ pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
     DeviceOptions { num_threads, budget, backend, page_source, ..DeviceOptions::default() }
 }
 
+/// The GPU of a worker.
+#[derive(Debug, Clone)]
+pub struct LocalGpu {
+    /// The GPU.
+    pub gpu: Gpu,
+    /// Number of workers of this host that use it, as far as this process can see.
+    pub num_sharing: usize,
+}
+
 /// Returns the GPU of each of `num_workers` workers of this host; none if workers do not compute on GPUs.
 ///
 /// # Errors
 /// If CUDA cannot be used on this host, or if a worker has no GPU.
-pub fn local_gpus(config: &Config, num_workers: usize) -> Result<Vec<Gpu>, CudaError> {
+pub fn local_gpus(config: &Config, num_workers: usize) -> Result<Vec<LocalGpu>, CudaError> {
     if config.training().device != DeviceName::Cuda {
         return Ok(Vec::new());
     }
-    let cuda = CudaInstallation::of_environment()?;
-    (0..num_workers).map(|worker| cuda.gpu(gpu_ordinal(cuda, worker)?)).collect()
+    let cuda = CudaInstallation::from_environment()?;
+    let num_sharing = if cuda.gpus()?.len() == 1 { num_workers } else { 1 };
+    let of_worker = |worker| {
+        let gpu = cuda.gpu(gpu_ordinal(cuda, worker)?)?;
+        Ok(LocalGpu { gpu, num_sharing })
+    };
+    (0..num_workers).map(of_worker).collect()
 }
 
-/// Returns the number of the GPU of a worker among those that are visible to its process. A launcher may show each worker its own GPU
-/// only.
+/// Returns the number of the GPU of a worker among those that are visible to its process. The only one belongs to all workers: a launcher
+/// may show each worker its own GPU, or workers may share one.
 fn gpu_ordinal(cuda: &CudaInstallation, local_rank: usize) -> Result<usize, CudaError> {
     Ok(if cuda.gpus()?.len() == 1 { 0 } else { local_rank })
 }
@@ -59,7 +73,7 @@ pub(crate) fn open_device(
     }
     let mut options = DeviceOptions { simd_level_max, ..device_options(config, num_threads) };
     if let BackendKind::Cuda(cuda) = &mut options.backend {
-        let installation = CudaInstallation::of_environment().map_err(DeviceError::from)?;
+        let installation = CudaInstallation::from_environment().map_err(DeviceError::from)?;
         cuda.ordinal = gpu_ordinal(installation, local_rank).map_err(DeviceError::from)?;
     }
     Ok(Device::open(options)?)

@@ -53,7 +53,7 @@ pub use corpus::{
 };
 pub use corpus_samples::{CorpusSamples, SampleView};
 pub use dataset::{Dataset, Sample};
-pub use device::{device_options, local_gpus, local_threads, share_of_cores};
+pub use device::{LocalGpu, device_options, local_gpus, local_threads, share_of_cores};
 pub use error::TrainError;
 pub use evaluation::{Evaluation, Evaluator};
 pub use executor::{executor_options, new_executor};

@@ -97,10 +97,18 @@ impl HostBytes {
     }
 }
 
+/// Returns the memory on the worker's host: without memory of the device, if that is a GPU.
+fn on_host(prediction: &MemoryUse, config: &Config) -> MemoryUse {
+    match config.training().device {
+        DeviceName::Cuda => MemoryUse { own: 0, own_between_steps: 0, ..*prediction },
+        DeviceName::Auto | DeviceName::Cpu | DeviceName::Detached => *prediction,
+    }
+}
+
 /// Returns the bytes of a process on its host, uncounted memory included.
 fn process_bytes(prediction: &MemoryUse, config: &Config) -> ProcessBytes {
-    let on_gpu = if config.training().device == DeviceName::Cuda { prediction.own } else { 0 };
-    let own = prediction.on_machine() - on_gpu;
+    let prediction = on_host(prediction, config);
+    let own = prediction.on_machine();
     let counted = own.saturating_add(own / GAP_DIVISOR);
     match config.memory().huge_pages {
         HugePages::Transparent | HugePages::Never => {
@@ -120,7 +128,7 @@ fn sampling_bytes(plan: &Plan, config: &Config) -> ProcessBytes {
     if config.generate().num_tokens == 0 || plan.rank != 0 {
         return ProcessBytes::default();
     }
-    let (prediction, part) = (&plan.prediction, plan.model.table());
+    let (prediction, part) = (on_host(&plan.prediction, config), plan.model.table());
     let whole = part.full();
     let largest = |table: &ParameterTable| table.units().iter().map(|unit| unit.num_elements).max();
     let mut num_elements = whole.num_elements().saturating_add(largest(part).unwrap_or(0));

@@ -4,8 +4,9 @@ use super::planned_run::Workers;
 use crate::host::{MemoryLimit, Pages};
 use trireme_base::Bytes;
 use trireme_planner::MemoryBounds;
-use trireme_train::config::{ActivationCheckpointMode, ByteLimit, Config};
-use trireme_train::local_gpus;
+use trireme_tensor::CudaError;
+use trireme_train::config::{ActivationCheckpointMode, ByteLimit, Config, DeviceName};
+use trireme_train::{LocalGpu, local_gpus};
 
 /// Gaps between blocks, and page tables, take this fraction (1/32) of the counted memory in addition.
 pub(super) const GAP_DIVISOR: usize = 32;
@@ -26,14 +27,24 @@ pub(super) fn bounds(config: &Config, workers: Workers<'_>) -> MemoryBounds {
         ActivationCheckpointMode::Auto => budget.min(bytes(checkpoint.memory)),
         _ => budget,
     };
-    MemoryBounds { device, host: bytes(config.memory().host_budget), machine: tightest(workers).0 }
+    let (host, machine) = (bytes(config.memory().host_budget), tightest(workers).0);
+    match config.training().device {
+        // The device's memory is not the machine's.
+        DeviceName::Cuda => MemoryBounds { device, host: host.min(machine), machine: usize::MAX / 2 },
+        DeviceName::Auto | DeviceName::Cpu | DeviceName::Detached => MemoryBounds { device, host, machine },
+    }
 }
 
-/// Returns the memory that the GPU of a worker has for a step; unlimited if workers have no GPUs, or if this machine is not the one that
-/// trains.
+/// Returns the memory that the GPU of a worker has for a step: a part of it if all workers of the host share the only one. Unlimited if
+/// workers have no GPUs, or if this machine is not the one that trains; 0 if there are fewer GPUs than workers.
 fn gpu_bytes(config: &Config, workers: Workers<'_>) -> usize {
-    let gpus = local_gpus(config, workers.local_world_size).unwrap_or_default();
-    gpus.iter().map(|gpu| gpu.memory_bytes / (GAP_DIVISOR + 1) * GAP_DIVISOR).min().unwrap_or(usize::MAX)
+    let gpus = match local_gpus(config, workers.local_world_size) {
+        Ok(gpus) => gpus,
+        Err(CudaError::NoSuchGpu { .. }) => return 0,
+        Err(_) => Vec::new(),
+    };
+    let counted = |gpu: &LocalGpu| gpu.gpu.memory_bytes / gpu.num_sharing / (GAP_DIVISOR + 1) * GAP_DIVISOR;
+    gpus.iter().map(counted).min().unwrap_or(usize::MAX)
 }
 
 /// Returns the counted bytes that each worker of this host may take so that all stay within the limits, and the limit that leaves the

@@ -3,7 +3,7 @@
 use super::kernel_timer::KernelTimer;
 use super::planned_run::PlannedRun;
 use crate::statistics::median;
-use anyhow::Result;
+use anyhow::{Result, bail};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
@@ -16,6 +16,7 @@ use trireme_parallel::RankGrid;
 use trireme_planner::OperationTimes;
 use trireme_swap::{SwapOptions, measure_bandwidth};
 use trireme_tensor::{Device, DeviceOptions, RecordedCalls};
+use trireme_train::config::DeviceName;
 use trireme_train::{TrainError, device_options};
 
 /// Number of measured rounds, after one round that is not measured.
@@ -75,6 +76,11 @@ impl MeasuredRates {
     ) -> Result<Option<Self>> {
         let PlannedRun { config, workers, .. } = job;
         let MeasuredStep { stages, model, profile, parts, calls } = step;
+        if config.training().device == DeviceName::Cuda {
+            bail!(
+                "kernels of a GPU cannot be timed yet; leave out --time, or set [training] device = \"cpu\""
+            );
+        }
         let is_root = world.rank() == Rank::ROOT;
         let options = device_options(config, workers.num_threads);
         let (simd_level_max, budget) = (Some(workers.simd_level), Some(memory_max));

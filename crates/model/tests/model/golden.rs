@@ -14,6 +14,7 @@ use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterClass, ParameterInfo,
     ParameterSpan, ParameterTable, Parameters, PassState, Precision, Tape, Tensor,
 };
+use trireme_testkit::fake_gpu;
 
 const LOGITS_TOLERANCE: f64 = 1e-4;
 const LOSS_TOLERANCE: f64 = 1e-5;
@@ -22,6 +23,8 @@ const TRAIN_TOLERANCE: f64 = 1e-4;
 /// Maximum relative distance between the gradients in 16 bits and in f32, over all parameters of a model together. The next constant is the
 /// maximum for a single parameter.
 const MIXED_GRAD_TOLERANCE: f64 = 1.2e-2;
+/// As [`MIXED_GRAD_TOLERANCE`], on a GPU, which rounds other values than the CPU: Gemma 2 in bf16 has the largest distance, 1.35e-2.
+const MIXED_GRAD_TOLERANCE_OF_GPU: f64 = 1.5e-2;
 const MIXED_PARAMETER_TOLERANCE: f64 = 2.5e-2;
 const MIXED_LOSS_TOLERANCE: f64 = 2e-3;
 
@@ -61,8 +64,7 @@ struct Golden {
 
 impl Golden {
     /// Opens a reference. The model is built for sequences that are `num_left_out` tokens shorter than the reference's.
-    fn open(folder: &Path, num_threads: usize, num_left_out: usize) -> Self {
-        let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
+    fn open(folder: &Path, device: Device, num_left_out: usize) -> Self {
         let read = |name: &str| std::fs::read(folder.join(name)).unwrap();
         let text = String::from_utf8(read("config.json")).unwrap();
         let mut config = ModelConfig::from_json(&text).unwrap();
@@ -207,6 +209,20 @@ fn folders() -> Vec<PathBuf> {
     folders
 }
 
+fn cpu(num_threads: usize) -> Device {
+    Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap()
+}
+
+/// Returns each reference with the CPU, and with a GPU if there is one.
+fn folders_and_devices() -> impl Iterator<Item = (PathBuf, Device)> {
+    folders().into_iter().flat_map(|folder| {
+        let gpu = fake_gpu().map(|backend| {
+            Device::open(DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() }).unwrap()
+        });
+        [Some(cpu(2)), gpu].into_iter().flatten().map(move |device| (folder.clone(), device))
+    })
+}
+
 #[test]
 fn configs_read_back_as_written() {
     for folder in folders() {
@@ -224,7 +240,7 @@ fn dynamic_scaling_begins_where_the_positions_of_pretraining_end() {
     let plain = ModelConfig::from_json(&text.replace("\"dynamic\"", "\"default\"")).unwrap();
     assert_eq!((plain.max_positions(), dynamic.max_positions()), (24, 96));
     assert!(!dynamic.differences(&plain).is_empty());
-    let mut golden = Golden::open(&folder, 1, 0);
+    let mut golden = Golden::open(&folder, cpu(1), 0);
     let (ids, _) = golden.ids("input_ids");
     let mut logits = |config: &ModelConfig, len: usize| {
         golden.model = config.build(len, &golden.device).unwrap();
@@ -236,8 +252,8 @@ fn dynamic_scaling_begins_where_the_positions_of_pretraining_end() {
 
 #[test]
 fn logits_loss_and_every_gradient() {
-    for folder in folders() {
-        let golden = Golden::open(&folder, 2, 0);
+    for (folder, device) in folders_and_devices() {
+        let golden = Golden::open(&folder, device, 0);
         let (ids, shape) = golden.ids("input_ids");
         let shape = (shape[0], shape[1]);
         let expected = golden.floats("logits");
@@ -250,6 +266,14 @@ fn logits_loss_and_every_gradient() {
         let expected = f64::from(golden.floats("loss")[0]);
         assert!((loss - expected).abs() < LOSS_TOLERANCE, "{folder:?}: loss {loss} instead of {expected}");
         assert!((golden.loss(&ids, shape, None) - loss).abs() < 1e-9, "both ways to the loss agree");
+
+        let mut again = FlatGrads::new(golden.model.table(), &golden.device);
+        assert_eq!(golden.loss(&ids, shape, Some(&mut again)), loss, "{folder:?}: the loss repeats its bits");
+        let units = 0..golden.model.num_units();
+        assert!(
+            units.into_iter().all(|unit| sink.grads.values(unit) == again.grads.values(unit)),
+            "{folder:?}"
+        );
 
         let mut worst = (0.0, "");
         for info in golden.differentiated() {
@@ -269,8 +293,10 @@ fn logits_loss_and_every_gradient() {
 
 #[test]
 fn gradients_in_16_bits_are_close_to_those_in_f32() {
-    for folder in folders() {
-        let golden = Golden::open(&folder, 2, 0);
+    for (folder, device) in folders_and_devices() {
+        let grad_tolerance =
+            if device.reaches_host() { MIXED_GRAD_TOLERANCE } else { MIXED_GRAD_TOLERANCE_OF_GPU };
+        let golden = Golden::open(&folder, device, 0);
         let (ids, shape) = golden.ids("input_ids");
         let expected_loss = f64::from(golden.floats("loss")[0]);
         // Without the scale, small gradients would underflow in f16.
@@ -301,7 +327,7 @@ fn gradients_in_16_bits_are_close_to_those_in_f32() {
             println!(
                 "{folder:?} {precision}: loss off by {error:.1e}, gradients by {distance:.1e}, worst {worst:?}"
             );
-            assert!(distance < MIXED_GRAD_TOLERANCE, "{folder:?} {precision}: gradients off by {distance}");
+            assert!(distance < grad_tolerance, "{folder:?} {precision}: gradients off by {distance}");
         }
     }
 }
@@ -310,7 +336,7 @@ fn gradients_in_16_bits_are_close_to_those_in_f32() {
 fn ten_adamw_steps() {
     for folder in folders() {
         // Training sequences of the reference exclude the last token, which is only a target.
-        let mut golden = Golden::open(&folder, 1, 1);
+        let mut golden = Golden::open(&folder, cpu(1), 1);
         let (ids, shape) = golden.ids("train.batches");
         let tokens = shape[1] * shape[2];
         let table = Arc::clone(golden.model.table());
@@ -353,7 +379,7 @@ fn adamw(device: &Device, state: [&mut Parameters; 3], grads: &Parameters, info:
 #[test]
 fn generation_with_a_cache_matches_one_pass() {
     for folder in folders() {
-        let golden = Golden::open(&folder, 2, 0);
+        let golden = Golden::open(&folder, cpu(2), 0);
         let (ids, shape) = golden.ids("input_ids");
         let (ids, len) = (&ids[..shape[1]], shape[1]);
         let expected = golden.logits(ids, (1, len));

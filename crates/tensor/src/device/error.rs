@@ -34,7 +34,8 @@ pub enum DeviceError {
     Unaddressable { shape: Shape, dtype: DType, category: Category },
     /// A kernel that is a Rust function was issued to a GPU.
     #[error(
-        "the Rust function {name} cannot run on a GPU; state it with `Device::map_rows` or other kernels, or use the CPU"
+        "the Rust function in {name} cannot run on a GPU; express it with `Device::map_rows` or other kernels, or train on \
+         the CPU"
     )]
     RustFunction { name: &'static str },
     /// A GPU cannot be used.

@@ -1,11 +1,10 @@
 //! Copies, functions of elements, and Rust functions as kernels.
 
 use super::{Device, DeviceError, Result};
-use crate::kernels::call::{ElementwiseCall, ExpressionCall, FunctionInput, per_element_cost};
-use crate::kernels::expression::{Expr, InputLayout, Program};
+use crate::kernels::call::{ElementwiseCall, ExpressionCall, ExpressionInput, per_element_cost};
+use crate::kernels::expression::{Expr, Expression, InputLayout};
 use crate::view::{View, ViewMut};
 use std::any::type_name;
-use std::sync::Arc;
 use trireme_base::Cost;
 
 impl Device {
@@ -145,12 +144,19 @@ impl Device {
             };
             assert_eq!(len, expected, "an input of {num_rows} rows of {cols} columns");
         }
+        let mut later = inputs.iter().skip(1);
+        assert!(
+            !later.any(|input| matches!(input, RowInput::Output)),
+            "only the first input can be the output"
+        );
+        let reads_output = matches!(inputs.first(), Some(RowInput::Output));
+        assert!(!reads_output || out_cols == cols, "{out_cols} columns, read as rows of {cols}");
         let is_given = inputs.each_ref().map(|input| !matches!(input, RowInput::Rows(None)));
         let call = ExpressionCall {
             name,
             cost,
-            program: Arc::new(Program::record(is_given, function)),
-            reads_output: matches!(inputs.first(), Some(RowInput::Output)),
+            expression: Expression::record(is_given, function),
+            reads_output,
             inputs: inputs.iter().filter_map(|input| input.argument(cols)).collect(),
             cols,
             output: output.into_operand(),
@@ -178,7 +184,8 @@ impl Device {
         F: Fn([&[f32]; N], usize, &mut [f32]) + Send + Sync + 'static,
     {
         if self.is_gpu {
-            return Err(DeviceError::RustFunction { name: type_name::<F>() });
+            let name = type_name::<F>().trim_end_matches("::{{closure}}");
+            return Err(DeviceError::RustFunction { name });
         }
         let read_bytes = inputs.iter().map(View::num_bytes).sum();
         let cost = per_element_cost(out.shape(), operations).reads(read_bytes).writes(out.num_bytes());
@@ -221,13 +228,13 @@ impl<'a> RowInput<'a> {
         }
     }
 
-    fn argument(&self, cols: usize) -> Option<FunctionInput> {
+    fn argument(&self, cols: usize) -> Option<ExpressionInput> {
         let (row_stride, col_stride) = match self {
             RowInput::Elements(_) | RowInput::Output => (cols, 1),
             RowInput::Columns(_) => (0, 1),
             RowInput::Rows(_) => (1, 0),
         };
         let layout = InputLayout { row_stride, col_stride };
-        Some(FunctionInput { operand: self.view()?.operand(), layout })
+        Some(ExpressionInput { operand: self.view()?.operand(), layout })
     }
 }

@@ -100,7 +100,7 @@ impl Device {
         let shorter = MatmulSizes { inner: inner.saturating_sub(1), ..size };
         let factor = (left, Transposition::Yes);
         let mut scratch = self.grouped_scratch(precision, &[size, shorter], &factor)?;
-        // Partial sums of parts that wait for their sibling in the tree. On a GPU, they are in registers.
+        // Partial sums of parts that wait for their sibling in the tree. On a GPU, each thread keeps its own.
         let num_sums = if num_parts == 1 || self.is_gpu { 0 } else { num_parts.ilog2() as usize + 1 };
         let mut sums = self.activation([num_sums * rows * cols])?;
         let [starts, left, right] = [starts, left, right].map(View::operand);

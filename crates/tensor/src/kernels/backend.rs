@@ -11,8 +11,9 @@
 //!   calls and a run of the suites, and refuses a kernel that is not tested on every backend. The results of a kernel have the same bits on
 //!   all processors; on a GPU, the same bits from run to run. The suites are `tests/conformance` and `tests/operations`;
 //!   `testkit/src/traced.rs` lists the backends that they run on.
-//! - **Functions.** A [`FunctionCall`](super::call::FunctionCall) runs Rust code of another crate, such as the closure that is passed to
-//!   [`Device::map`](crate::Device::map). Hardware that cannot run it lets the host run it on copies of the operands.
+//! - **Functions.** An [`ExpressionCall`](super::call::ExpressionCall) computes a function of elements, which is data: see
+//!   [`Expr`](crate::Expr). A [`FunctionCall`](super::call::FunctionCall) runs Rust code of another crate; hardware that cannot run it
+//!   refuses it in [`Device::for_each_row`](crate::Device::for_each_row).
 //!
 //! There are four backends: the CPU (`kernels/cpu/run/`), where a kernel has run when its method returns and every event is done; the
 //! counting backend (`device/counting.rs`), which runs nothing; the detached CPU (`device/detached.rs`), which behaves like an

@@ -1,42 +1,51 @@
-//! Functions of elements as data, which every backend can run: loops on the CPU (`cpu/expression.rs`), and generated source on a GPU
-//! (`cuda/expression.rs`).
+//! Elementwise functions and row reductions as data, which every backend can run: the CPU interprets them block by block
+//! (`cpu/expression.rs`), and a GPU compiles source that is generated from them (`cuda/expression.rs`).
 
+use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::ops::{Add, Div, Mul, Neg, Sub};
 
-/// A number in f32 that a function computes from the elements of its inputs, such as `2.0 * x + y.exp()`. A closure that takes and returns
-/// expressions runs once, to record what it computes; operations between constants are computed at once.
+/// An f32 value of a function that a device runs, such as `2.0 * x + y.exp()`. The closure runs once, when the kernel is issued, and records
+/// its operations; use [`if_less`](Expr::if_less) where Rust would use `if`. Operations on constants are computed while recording. A function
+/// has at most 64 operations, inputs and constants.
 #[derive(Debug, Clone, Copy)]
 pub struct Expr<'f>(Value<'f>);
 
 #[derive(Debug, Clone, Copy)]
 enum Value<'f> {
     Constant(f32),
-    Node(&'f Recording, usize),
+    Node(&'f NodeList, u8),
 }
+
+/// Nodes in an order in which they can be computed. As many as most functions have need no allocation.
+type Nodes = SmallVec<[Node; 32]>;
+
+/// Maximum number of nodes of an expression: the bits of a [`NodeSet`].
+const NUM_NODES_MAX: usize = 64;
 
 /// The nodes that a function has recorded so far.
 #[derive(Debug, Default)]
-struct Recording(RefCell<Vec<Node>>);
+struct NodeList(RefCell<Nodes>);
 
+/// An operation and the indices of its operands, an input or a constant.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Node {
     /// The element of an input.
-    Input(usize),
+    Input(u8),
     Constant(f32),
-    Unary(Unary, usize),
-    Binary(Binary, usize, usize),
+    Unary(Unary, u8),
+    Binary(Binary, u8, u8),
     /// `then` if the first number is less than the second, else `otherwise`.
     IfLess {
-        numbers: [usize; 2],
-        then: usize,
-        otherwise: usize,
+        numbers: [u8; 2],
+        then: u8,
+        otherwise: u8,
     },
     /// A sum or maximum over the row.
-    Reduce(Reduction, usize),
+    Reduce(Reduction, u8),
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Unary {
     Neg,
     Exp,
@@ -47,7 +56,7 @@ pub(crate) enum Unary {
     Tanh,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Binary {
     Add,
     Sub,
@@ -55,7 +64,7 @@ pub(crate) enum Binary {
     Div,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Reduction {
     Sum,
     Max,
@@ -90,7 +99,7 @@ impl Binary {
 
 impl Node {
     /// Calls `visit` with the nodes that this one is computed from.
-    pub(crate) fn for_each_operand(&self, mut visit: impl FnMut(usize)) {
+    pub(crate) fn for_each_operand(&self, mut visit: impl FnMut(u8)) {
         match *self {
             Node::Input(_) | Node::Constant(_) => {}
             Node::Unary(_, x) | Node::Reduce(_, x) => visit(x),
@@ -102,21 +111,23 @@ impl Node {
     }
 }
 
-impl Recording {
-    fn push(&self, node: Node) -> Expr<'_> {
+impl NodeList {
+    fn push(&self, node: Node) -> u8 {
         let mut nodes = self.0.borrow_mut();
+        assert!(nodes.len() < NUM_NODES_MAX, "a function has more than {NUM_NODES_MAX} operations");
         nodes.push(node);
-        Expr(Value::Node(self, nodes.len() - 1))
+        nodes.len() as u8 - 1
+    }
+
+    fn expression(&self, node: Node) -> Expr<'_> {
+        Expr(Value::Node(self, self.push(node)))
     }
 
     /// Returns the node of an expression.
-    fn node_of(&self, expression: Expr<'_>) -> usize {
+    fn node_of(&self, expression: Expr<'_>) -> u8 {
         match expression.0 {
             Value::Node(_, node) => node,
-            Value::Constant(value) => {
-                self.push(Node::Constant(value));
-                self.0.borrow().len() - 1
-            }
+            Value::Constant(value) => self.push(Node::Constant(value)),
         }
     }
 }
@@ -125,16 +136,15 @@ impl<'f> Expr<'f> {
     fn unary(self, operation: Unary) -> Self {
         match self.0 {
             Value::Constant(x) => Expr::from(operation.apply(x)),
-            Value::Node(recording, x) => recording.push(Node::Unary(operation, x)),
+            Value::Node(nodes, x) => nodes.expression(Node::Unary(operation, x)),
         }
     }
 
     fn binary(self, operation: Binary, other: Expr<'f>) -> Self {
         match (self.0, other.0) {
             (Value::Constant(left), Value::Constant(right)) => Expr::from(operation.apply(left, right)),
-            (Value::Node(recording, _), _) | (_, Value::Node(recording, _)) => {
-                let node = Node::Binary(operation, recording.node_of(self), recording.node_of(other));
-                recording.push(node)
+            (Value::Node(nodes, _), _) | (_, Value::Node(nodes, _)) => {
+                nodes.expression(Node::Binary(operation, nodes.node_of(self), nodes.node_of(other)))
             }
         }
     }
@@ -142,7 +152,7 @@ impl<'f> Expr<'f> {
     fn reduce(self, reduction: Reduction) -> Self {
         match self.0 {
             Value::Constant(x) => panic!("a sum or maximum of the constant {x}"),
-            Value::Node(recording, x) => recording.push(Node::Reduce(reduction, x)),
+            Value::Node(nodes, x) => nodes.expression(Node::Reduce(reduction, x)),
         }
     }
 
@@ -189,19 +199,25 @@ impl<'f> Expr<'f> {
         otherwise: impl Into<Expr<'f>>,
     ) -> Self {
         let all = [self, other.into(), then.into(), otherwise.into()];
-        let recording = all.iter().find_map(|expression| match expression.0 {
-            Value::Node(recording, _) => Some(recording),
+        let nodes = all.iter().find_map(|expression| match expression.0 {
+            Value::Node(nodes, _) => Some(nodes),
             Value::Constant(_) => None,
         });
-        let Some(recording) = recording else {
+        let Some(nodes) = nodes else {
             let [left, right, then, otherwise] = all.map(|expression| match expression.0 {
                 Value::Constant(value) => value,
                 Value::Node(..) => unreachable!("there is no node"),
             });
             return Expr::from(if left < right { then } else { otherwise });
         };
-        let [left, right, then, otherwise] = all.map(|expression| recording.node_of(expression));
-        recording.push(Node::IfLess { numbers: [left, right], then, otherwise })
+        let [left, right, then, otherwise] = all.map(|expression| nodes.node_of(expression));
+        nodes.expression(Node::IfLess { numbers: [left, right], then, otherwise })
+    }
+
+    /// Returns the larger of two numbers; this one if either is NaN.
+    pub fn max(self, other: impl Into<Expr<'f>>) -> Self {
+        let other = other.into();
+        self.if_less(other, other, self)
     }
 
     /// Returns the sum over the row: over the last dim.
@@ -266,91 +282,96 @@ macro_rules! operators {
 
 operators! { Add add, Sub sub, Mul mul, Div div }
 
-/// A function of elements.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Program {
-    nodes: Vec<Node>,
-    /// The steps that are computed once per row, in order.
-    row_steps: Vec<RowStep>,
-    /// The nodes that are computed for each element of the output, in order. The last one is the output.
-    output: Vec<usize>,
+/// A set of nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct NodeSet(u64);
+
+impl NodeSet {
+    fn contains(self, node: u8) -> bool {
+        self.0 >> node & 1 == 1
+    }
+
+    fn insert(&mut self, node: u8) {
+        self.0 |= 1 << node;
+    }
+
+    /// Returns the nodes in ascending order, in which they can be computed.
+    pub(crate) fn iter(self) -> impl Iterator<Item = u8> {
+        (0..NUM_NODES_MAX as u8).filter(move |&node| self.contains(node))
+    }
 }
 
+/// A recorded function of the elements of a row.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum RowStep {
-    /// A node that is computed from other numbers of the row.
-    Number(usize),
-    /// A node that reduces the last of `elements`, which are computed for each element, in order.
-    Reduce { node: usize, reduction: Reduction, elements: Vec<usize> },
+pub(crate) struct Expression {
+    nodes: Nodes,
+    /// Row scalars: constants, reductions, and what is computed from them alone.
+    row_scalars: NodeSet,
+    /// The node whose value is written to the output.
+    pub(crate) output: u8,
 }
 
-impl Program {
-    /// Records a function of the elements of `N` inputs. An input that `is_given` says is absent is 1.
+impl Expression {
+    /// Records a function of `N` inputs. An input whose `is_given` is false is the constant 1.
     pub(crate) fn record<const N: usize>(
         is_given: [bool; N],
         function: impl for<'f> FnOnce([Expr<'f>; N]) -> Expr<'f>,
     ) -> Self {
-        let recording = Recording::default();
+        let list = NodeList::default();
         let mut num_given = 0;
         let inputs = is_given.map(|is_given| {
             if !is_given {
                 return Expr::from(1.0);
             }
             num_given += 1;
-            recording.push(Node::Input(num_given - 1))
+            list.expression(Node::Input(num_given - 1))
         });
-        let output = recording.node_of(function(inputs));
-        let nodes = recording.0.into_inner();
-        let mut is_of_row = Vec::with_capacity(nodes.len());
-        for node in &nodes {
-            let mut of_row = true;
-            node.for_each_operand(|operand| of_row &= is_of_row[operand]);
-            is_of_row.push(match node {
-                Node::Input(_) => false,
-                Node::Reduce(..) => true,
-                _ => of_row,
-            });
-        }
-        let row_steps = (0..nodes.len()).filter(|&node| is_of_row[node]).map(|node| match nodes[node] {
-            Node::Reduce(reduction, operand) => {
-                let elements = elements_of(&nodes, &is_of_row, operand);
-                RowStep::Reduce { node, reduction, elements }
+        let output = list.node_of(function(inputs));
+        let nodes = list.0.into_inner();
+        let mut row_scalars = NodeSet::default();
+        for (index, node) in nodes.iter().enumerate() {
+            let mut is_row_scalar = !matches!(node, Node::Input(_));
+            node.for_each_operand(|operand| is_row_scalar &= row_scalars.contains(operand));
+            if is_row_scalar || matches!(node, Node::Reduce(..)) {
+                row_scalars.insert(index as u8);
             }
-            _ => RowStep::Number(node),
-        });
-        let row_steps = row_steps.collect();
-        let output = elements_of(&nodes, &is_of_row, output);
-        Program { nodes, row_steps, output }
+        }
+        Expression { nodes, row_scalars, output }
     }
 
     pub(crate) fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    pub(crate) fn row_steps(&self) -> &[RowStep] {
-        &self.row_steps
+    pub(crate) fn row_scalars(&self) -> NodeSet {
+        self.row_scalars
     }
 
-    pub(crate) fn output(&self) -> &[usize] {
-        &self.output
+    /// Returns the nodes that must be computed for each element to compute `node` from the row scalars; none if it is one of them.
+    pub(crate) fn elements_of(&self, node: u8) -> NodeSet {
+        let (mut needed, mut elements) = (NodeSet::default(), NodeSet::default());
+        needed.insert(node);
+        for index in (0..=node).rev() {
+            if needed.contains(index) && !self.row_scalars.contains(index) {
+                elements.insert(index);
+                self.nodes[usize::from(index)].for_each_operand(|operand| needed.insert(operand));
+            }
+        }
+        elements
     }
 
     /// Returns whether elements are computed separately.
     pub(crate) fn is_elementwise(&self) -> bool {
-        !self.row_steps.iter().any(|step| matches!(step, RowStep::Reduce { .. }))
+        !self.nodes.iter().any(|node| matches!(node, Node::Reduce(..)))
     }
-}
 
-/// Returns the nodes that must be computed for each element to compute `last`, which comes last.
-fn elements_of(nodes: &[Node], is_of_row: &[bool], last: usize) -> Vec<usize> {
-    let mut is_needed = vec![false; last + 1];
-    is_needed[last] = true;
-    for node in (0..=last).rev().filter(|&node| !is_of_row[node]) {
-        if is_needed[node] {
-            nodes[node].for_each_operand(|operand| is_needed[operand] = true);
-        }
+    /// Returns the constants, in the order of their nodes.
+    pub(crate) fn constants(&self) -> impl Iterator<Item = f32> {
+        self.nodes.iter().filter_map(|node| match node {
+            Node::Constant(value) => Some(*value),
+            _ => None,
+        })
     }
-    (0..=last).filter(|&node| is_needed[node] && (node == last || !is_of_row[node])).collect()
 }
 
 /// How an input's elements relate to rows and columns: the distance between its elements in neighboring rows, and in neighboring columns.

@@ -12,7 +12,7 @@ use trireme_parallel::Determinism;
 use trireme_schedule::ParseError;
 use trireme_schedule::collective::Algorithm;
 use trireme_schedule::pipeline::ScheduleKind;
-use trireme_tensor::{CudaInstallation, Precision};
+use trireme_tensor::{CudaInstallation, Gpu, Precision};
 
 /// Implements [`ConfigValue`] for an enum whose variants have names: a value is written as the name of its variant.
 macro_rules! value_by_name {
@@ -141,7 +141,7 @@ config_choice! {
 impl DeviceName {
     /// Replaces [`Auto`](DeviceName::Auto) by the device that it stands for on this machine.
     pub fn resolved(self) -> Self {
-        let has_gpu = || CudaInstallation::of_environment().is_ok_and(|cuda| cuda.gpu(0).is_ok());
+        let has_gpu = || CudaInstallation::from_environment().is_ok_and(|cuda| cuda.gpu(0).is_ok());
         match self {
             DeviceName::Auto if has_gpu() => DeviceName::Cuda,
             DeviceName::Auto => DeviceName::Cpu,
@@ -149,13 +149,14 @@ impl DeviceName {
         }
     }
 
-    /// Returns the number of devices of this kind that this host has; 1 if a GPU is meant but there is none.
+    /// Returns the number of devices of this kind that this host has: of GPUs, those before the first one that cannot be used. At least 1.
     pub fn num_devices(self) -> usize {
-        match self.resolved() {
+        match self {
             DeviceName::Auto | DeviceName::Cpu | DeviceName::Detached => 1,
             DeviceName::Cuda => {
-                let gpus = CudaInstallation::of_environment().and_then(|cuda| cuda.gpus());
-                gpus.map_or(1, |gpus| gpus.len().max(1))
+                let gpus = CudaInstallation::from_environment().and_then(|cuda| cuda.gpus());
+                let num_usable = |gpus: Vec<Gpu>| gpus.iter().take_while(|gpu| gpu.check().is_ok()).count();
+                gpus.map_or(1, |gpus| num_usable(gpus).max(1))
             }
         }
     }

@@ -161,7 +161,8 @@ impl PreparedExecutor {
     ) -> Result<Self, TrainError> {
         let TrainerOptions { num_threads, simd_level_max, peak_flops, .. } = *options;
         let local_ranks = group.hosts().ranks(group.hosts().host_of(group.rank()));
-        let local_rank = local_ranks.iter().position(|&rank| rank == group.rank()).unwrap_or(0);
+        let place = local_ranks.iter().position(|&rank| rank == group.rank());
+        let local_rank = options.local_rank.or(place).unwrap_or(0);
         let device = open_device(config, local_rank, num_threads, simd_level_max)?;
         let profile = infer_profile(config, task, group.rank(), num_threads, batch_specs)?;
         let utilization =

@@ -102,12 +102,15 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, custom_task: Option<&Arc<d
         check_config_path(&args.config)?;
         let config = source.load(&[])?;
         set_format(config.metrics().log_format);
+        // Fails before workers start or join if one has no usable GPU.
         local_gpus(&config, num_local(&config))?;
         Ok((config, Simd::choose(Verification::Cached)?))
     })?;
     let num_local = num_local(&config);
     let share = HostShare::of_equal_workers(num_local, config.memory().huge_pages);
-    let process = ProcessContext { source, share: &share, started, simd_level: simd.level, custom_task };
+    let local_rank = environment.as_ref().map(|environment| environment.local_rank);
+    let simd_level = simd.level;
+    let process = ProcessContext { source, share: &share, started, local_rank, simd_level, custom_task };
     match environment {
         _ if args.dry_run && !is_launcher => {
             bail!("--dry-run needs no launcher; start the command by itself")

@@ -77,7 +77,7 @@ fn trainer_options(
     group: &Group,
     console: &mut Console,
 ) -> Result<TrainerOptions> {
-    let (PlannedRun { config, source, .. }, ProcessContext { share, started, simd_level, .. }) =
+    let (PlannedRun { config, source, .. }, ProcessContext { share, started, local_rank, simd_level, .. }) =
         (job, process);
     let predicts = config.metrics().predict_step_time;
     let step_seconds = if predicts { predicted_seconds(job, plan, group, console)? } else { None };
@@ -97,6 +97,7 @@ fn trainer_options(
     let is_root = group.rank() == Rank::ROOT;
     Ok(TrainerOptions {
         num_threads: local_threads(config, share.num_threads),
+        local_rank,
         simd_level_max: Some(simd_level),
         peak_flops: peak.map(|peak| peak.flops),
         started,

@@ -7,8 +7,8 @@ use std::fmt;
 use std::sync::Arc;
 use trireme_base::Cost;
 
-/// A Rust function as a kernel, such as a [`Pointwise`](crate::tape::Pointwise) function of a model. Only a processor that executes this
-/// program can run it; other hardware must leave it to the host and copy its operands.
+/// A Rust function as a kernel: see [`Device::for_each_row`](crate::Device::for_each_row). Only a processor that executes this program can
+/// run it.
 pub(crate) struct FunctionCall {
     pub(crate) name: &'static str,
     pub(crate) cost: Cost,

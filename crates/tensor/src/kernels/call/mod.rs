@@ -30,7 +30,7 @@ pub(crate) use attention::AttentionCall;
 pub(crate) use blocks::BlockCall;
 pub(crate) use elementwise::ElementwiseCall;
 pub(crate) use experts::ExpertCall;
-pub(crate) use expression::{ExpressionCall, FunctionInput};
+pub(crate) use expression::{ExpressionCall, ExpressionInput};
 pub(crate) use function::{Function, FunctionCall};
 pub(crate) use grouped::GroupedCall;
 pub(crate) use layers::LayerCall;

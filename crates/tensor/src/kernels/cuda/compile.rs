@@ -8,6 +8,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::thread::Builder;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The headers that sources include.
 const HEADERS: [(&str, &str); 1] = [("common.cuh", include_str!("sources/common.cuh"))];
@@ -52,7 +53,7 @@ pub(super) fn compile_generated(
     source: &str,
     capability: i32,
 ) -> Result<Vec<u8>, CudaError> {
-    cached(installation, ("function.cu", source), &architecture_of(capability))
+    cached(installation, ("expression.cu", source), &architecture_of(capability))
 }
 
 /// Returns NVRTC's name of a compute capability. The suffix allows features of one generation only, such as the tensor cores of Hopper.
@@ -74,7 +75,8 @@ fn cached(
         return Ok(image);
     }
     let (image, _log) = compile(installation, (name, source), architecture, &[])?;
-    store(&path, &image).map_err(|source| CudaError::Cache { path, source })?;
+    // Without a cache, each start compiles again.
+    let _ = store(&path, &image);
     Ok(image)
 }
 
@@ -90,7 +92,10 @@ fn cache_path(installation: &CudaInstallation, name: &str, source: &str, archite
 fn store(path: &Path, image: &[u8]) -> std::io::Result<()> {
     let folder = path.parent().expect("the path is in the cache folder");
     std::fs::create_dir_all(folder)?;
-    let new = path.with_extension(format!("{}.{:?}", std::process::id(), std::thread::current().id()));
+    // Processes in different containers may have the same id.
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos());
+    let thread = std::thread::current().id();
+    let new = path.with_extension(format!("{}.{thread:?}.{now}", std::process::id()));
     std::fs::File::create(&new)?.write_all(image)?;
     std::fs::rename(new, path)
 }
@@ -166,12 +171,13 @@ mod tests {
     use super::super::expression::generate;
     use super::*;
     use crate::CudaFolders;
-    use crate::kernels::call::{ExpressionCall, FunctionInput, Operands};
-    use crate::kernels::expression::{InputLayout, Program};
+    use crate::kernels::call::{ExpressionCall, ExpressionInput, Operands};
+    use crate::kernels::expression::{Expression, InputLayout};
     use crate::kernels::{Operand, OperandMut};
     use crate::shape::Shape;
+    use smallvec::{SmallVec, smallvec};
     use std::collections::BTreeMap;
-    use std::sync::Arc;
+    use tempfile::TempDir;
     use trireme_base::{Cost, DType};
     use trireme_testkit::{install_fake_cuda, or_skip};
 
@@ -188,7 +194,7 @@ mod tests {
     /// NVRTC needs no GPU. No kernel causes a warning or spills registers. The table shows which registers a change costs.
     #[test]
     fn sources_compile_for_every_generation_without_warnings_and_spills() {
-        let Some(installation) = nvrtc() else { return };
+        let Some((installation, _folder)) = nvrtc() else { return };
         let table = table(installation);
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(TABLE);
         if std::env::var_os(BLESS).is_some() {
@@ -199,46 +205,46 @@ mod tests {
         }
     }
 
-    /// Functions of elements are generated when they are first called. This one has every operation.
+    /// Kernels of expressions are generated when they are first issued. This one has every operation.
     #[test]
     fn generated_sources_compile_without_warnings() {
-        let Some(installation) = nvrtc() else { return };
-        let program = Program::record([true; 3], |[x, y, z]| {
+        let Some((installation, _folder)) = nvrtc() else { return };
+        let expression = Expression::record([true; 3], |[x, y, z]| {
             let exp = (x - x.row_max()).exp();
             let sum = (exp / exp.row_sum()).sqrt().ln() + y.tanh() * y.sigmoid();
             sum.if_less(2.0, -sum, z.ln_1p().abs())
         });
         let array = |shape: [usize; 2], dtype| Operand::of_host(&[], (Shape::from(shape), dtype));
-        let input = |dtype, [row_stride, col_stride]: [usize; 2]| FunctionInput {
+        let input = |dtype, [row_stride, col_stride]: [usize; 2]| ExpressionInput {
             operand: array([4, 8], dtype),
             layout: InputLayout { row_stride, col_stride },
         };
         let call = ExpressionCall {
             name: "map_rows",
             cost: Cost::ZERO,
-            program: Arc::new(program),
+            expression,
             reads_output: true,
-            inputs: vec![input(DType::Bf16, [8, 1]), input(DType::F16, [1, 0])],
+            inputs: smallvec![input(DType::Bf16, [8, 1]), input(DType::F16, [1, 0])],
             cols: 8,
             output: OperandMut::new(array([4, 8], DType::F32)),
         };
         let flat = ExpressionCall {
-            program: Arc::new(Program::record([true; 1], |[x]| 2.0 * x)),
-            inputs: Vec::new(),
+            expression: Expression::record([true; 1], |[x]| 2.0 * x),
+            inputs: SmallVec::new(),
             ..call.with_operands(&mut |operand, _| *operand)
         };
         for call in [call, flat] {
-            let source = generate(&call).source;
+            let source = generate(&call);
             for capability in CAPABILITIES {
                 let architecture = architecture_of(capability);
-                let (_, log) = compile(installation, ("function.cu", &source), &architecture, &[]).unwrap();
+                let (_, log) = compile(installation, ("expression.cu", &source), &architecture, &[]).unwrap();
                 assert_eq!(log, "", "{source}");
             }
         }
     }
 
-    /// Returns NVRTC from the folder that the variable names, with stand-ins for the other libraries.
-    fn nvrtc() -> Option<&'static CudaInstallation> {
+    /// Returns NVRTC from the folder that the variable names, with stand-ins for the other libraries, and the folder that has them.
+    fn nvrtc() -> Option<(&'static CudaInstallation, TempDir)> {
         let folder = std::env::var_os(VARIABLE).ok_or("TRIREME_TEST_NVRTC is not set");
         let nvrtc = or_skip("NVRTC", folder)?;
         let temporary = tempfile::tempdir().unwrap();
@@ -251,9 +257,7 @@ mod tests {
         }
         let folders = CudaFolders { cache: folder.join("cache"), first: Some(folder), others: Vec::new() };
         let installation = CudaInstallation::load(&folders).unwrap();
-        // The library opens others of its folder later.
-        std::mem::forget(temporary);
-        Some(installation)
+        Some((installation, temporary))
     }
 
     /// Returns a line per kernel: its registers for each capability. Asserts that the compiler says nothing else.

@@ -89,13 +89,17 @@ impl Context {
         Ok(())
     }
 
-    /// Compiles a generated kernel of this name, unless it is loaded.
-    pub(super) fn load_generated(&self, name: &str, source: &str) -> Result<(), CudaError> {
+    /// Compiles the generated kernel of this name, unless it has run before.
+    pub(super) fn load_generated(
+        &self,
+        name: &str,
+        source: impl FnOnce() -> String,
+    ) -> Result<(), CudaError> {
         let is_loaded = self.functions.lock().unwrap_or_else(PoisonError::into_inner).contains_key(name);
         if is_loaded {
             Ok(())
         } else {
-            self.load(&compile_generated(self.installation, source, self.capability)?)
+            self.load(&compile_generated(self.installation, &source(), self.capability)?)
         }
     }
 

@@ -46,7 +46,4 @@ pub enum CudaError {
     /// A thread of the device could not be started.
     #[error("cannot start a thread that waits for the GPU: {source}")]
     Thread { source: std::io::Error },
-    /// The cache of compiled kernels cannot be written.
-    #[error("cannot write compiled kernels to {}: {source}", path.display())]
-    Cache { path: PathBuf, source: std::io::Error },
 }

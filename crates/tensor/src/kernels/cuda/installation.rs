@@ -149,14 +149,21 @@ impl CudaInstallation {
     ///
     /// # Errors
     /// As [`load`](CudaInstallation::load).
-    pub fn of_environment() -> Result<&'static CudaInstallation, CudaError> {
+    pub fn from_environment() -> Result<&'static CudaInstallation, CudaError> {
         Self::load(&CudaFolders::from_environment())
     }
 
     fn open(folders: &CudaFolders) -> Result<CudaInstallation, CudaError> {
         let (driver, found_driver) = open_driver(folders)?;
-        let (nvrtc, found_nvrtc) = open_nvrtc(folders)?;
-        let (blas, found_blas) = open_blas(folders)?;
+        let others = open_nvrtc(folders).and_then(|nvrtc| Ok((nvrtc, open_blas(folders)?)));
+        let ((nvrtc, found_nvrtc), (blas, found_blas)) = match others {
+            Ok(others) => others,
+            Err(error) => {
+                // After `cuInit`, the driver has threads of its own, and must stay loaded.
+                std::mem::forget(driver);
+                return Err(error);
+            }
+        };
         let found = [found_driver, found_nvrtc, found_blas];
         Ok(CudaInstallation { driver, nvrtc, blas, cache: folders.cache.clone(), found })
     }
@@ -288,7 +295,10 @@ fn open_driver(folders: &CudaFolders) -> Result<(DriverApi, FoundLibrary), CudaE
         return Err(CudaError::OldDriver { found: version, needed: DRIVER_VERSION_MIN });
     }
     // SAFETY: the function has no requirements.
-    unsafe { call!(driver, cuInit(0)) }.map_err(|error| CudaError::NoGpu { reason: error.to_string() })?;
+    if let Err(error) = unsafe { call!(driver, cuInit(0)) } {
+        std::mem::forget(driver);
+        return Err(CudaError::NoGpu { reason: error.to_string() });
+    }
     Ok((driver, FoundLibrary { path, version: (version / 1000, version % 1000 / 10) }))
 }
 

@@ -25,8 +25,16 @@ const WORKSPACE_BYTES_MAX: usize = 32 << 20;
 /// Memory that the library may use, relative to an f32 result. Algorithms that split the inner dim use several times the result.
 const WORKSPACE_RESULTS: usize = 4;
 
-/// Alignment of the parts of scratch memory.
+/// Alignment of workspaces, which the library requires, and the largest alignment of matrices that matters to it.
 const ALIGNMENT: usize = 256;
+
+/// Alignment of a bias that the library adds.
+const BIAS_ALIGNMENT: u32 = 16;
+
+/// Returns the alignment of an array in bytes, up to [`ALIGNMENT`].
+fn alignment(array: Operand) -> u32 {
+    1 << array.addresses().start.trailing_zeros().min(ALIGNMENT.ilog2())
+}
 
 /// The parts of the scratch memory of a matmul, as byte ranges.
 struct Scratch {
@@ -56,7 +64,8 @@ impl Scratch {
 
 /// Returns the 32-bit words of scratch memory that a matmul needs.
 pub(crate) fn matmul_scratch_words(precision: Precision, sizes: MatmulSizes) -> usize {
-    Scratch::new(precision, sizes).end / size_of::<u32>()
+    // The arena aligns blocks to less.
+    (Scratch::new(precision, sizes).end + ALIGNMENT) / size_of::<u32>()
 }
 
 /// A handle of cuBLASLt, and the algorithms that were chosen.
@@ -89,6 +98,8 @@ struct MatmulKind {
     dtype: DType,
     out_dtype: DType,
     has_bias: bool,
+    /// Alignments of the addresses of the library's matrices A, B, C and D in bytes, up to [`ALIGNMENT`].
+    alignments: [u32; 4],
 }
 
 /// The arrays of a matmul whose operands have the same dtype, with the result in another.
@@ -177,6 +188,25 @@ impl Blas {
         let mut preference = std::ptr::null_mut();
         let attribute = blas::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
         let max = workspace_bytes_max as u64;
+        use blas::cublasLtMatmulPreferenceAttributes_t as attributes;
+        let alignments = [
+            attributes::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+            attributes::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            attributes::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+            attributes::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+        ];
+        let set_alignments = |preference| {
+            alignments.into_iter().zip(kind.alignments).try_for_each(|(attribute, alignment)| {
+                let value = (&raw const alignment).cast();
+                // SAFETY: the value has the size of the attribute, and is read before the function returns.
+                unsafe {
+                    call!(
+                        api,
+                        cublasLtMatmulPreferenceSetAttribute(preference, attribute, value, size_of::<u32>())
+                    )
+                }
+            })
+        };
         let mut found = MaybeUninit::<blas::cublasLtMatmulHeuristicResult_t>::uninit();
         let mut num_found = 0;
         // SAFETY: handles of the library. Writes one result and the number of results. Only fields without invalid values are read.
@@ -191,6 +221,7 @@ impl Blas {
                     size_of_val(&max),
                 )
             )
+            .and_then(|()| set_alignments(preference))
             .and_then(|()| {
                 call!(
                     api,
@@ -340,7 +371,10 @@ impl Cuda {
             return;
         }
         let parts = Scratch::new(*precision, MatmulSizes { rows, cols, inner });
+        let address = scratch.as_operand().addresses().start;
+        let base = address.next_multiple_of(ALIGNMENT) - address;
         let part = |start: usize, shape: Shape, dtype: DType| {
+            let start = base + start;
             scratch.as_operand().part(start..start + shape.num_elements() * dtype.size(), (shape, dtype))
         };
         let dtype = precision.dtype();
@@ -359,8 +393,12 @@ impl Cuda {
         let added = if *accumulate { Some(result) } else { *residual };
         let workspace_bytes = parts.end - parts.workspace;
         let workspace = part(parts.workspace, Shape::from([workspace_bytes]), DType::U8);
-        let (bias, added) = if is_rounded { (None, None) } else { (*given_bias, added) };
+        let is_aligned = given_bias.is_none_or(|bias| alignment(bias) >= BIAS_ALIGNMENT);
+        let adds_later = is_rounded || !is_aligned;
+        let (bias, added) =
+            if adds_later { (None, added.filter(|_| *accumulate)) } else { (*given_bias, added) };
         let has_bias = bias.is_some();
+        let alignments = [right, left, added.unwrap_or(result), result].map(alignment);
         let kind = MatmulKind {
             rows,
             cols,
@@ -369,10 +407,11 @@ impl Cuda {
             dtype,
             out_dtype: result.dtype(),
             has_bias,
+            alignments,
         };
         let arrays = Arrays { left, right, bias, added, out: result, workspace };
         self.issue(|| self.blas.multiply(kind, &arrays, self.streams.handle(Stream::Compute).cast()));
-        if is_rounded {
+        if adds_later {
             self.add_bias(result, *given_bias, *residual, out);
         }
     }

@@ -37,7 +37,7 @@ use trireme_base::Event;
 /// Options of a CUDA device.
 #[derive(Debug, Clone, Copy)]
 pub struct CudaOptions {
-    /// The libraries; `None` for those that [`CudaInstallation::of_environment`] finds when the device is opened.
+    /// The libraries; `None` for those that [`CudaInstallation::from_environment`] finds when the device is opened.
     pub installation: Option<&'static CudaInstallation>,
     /// Number of the GPU among those that are visible to the process.
     pub ordinal: usize,
@@ -54,7 +54,7 @@ pub(crate) struct Cuda {
 impl Cuda {
     /// Opens a GPU. Returns its addresses as well, without memory.
     pub(crate) fn open(options: CudaOptions) -> Result<(Self, DeviceAddresses), CudaError> {
-        let installation = options.installation.map_or_else(CudaInstallation::of_environment, Ok)?;
+        let installation = options.installation.map_or_else(CudaInstallation::from_environment, Ok)?;
         let context = Context::open(installation, options.ordinal)?;
         let addresses = DeviceAddresses::reserve(&context)?;
         let (streams, blas) = (Streams::start(&context)?, Blas::open(&context)?);

@@ -97,8 +97,7 @@ impl Operation for PeakLoad {
         let mut peak = cx.empty([1, 1], DType::F32)?;
         let excess = excess.view().part(0, [1, self.num_experts].into());
         cx.device().map_rows([RowInput::Elements(excess)], peak.view_mut(), 1, |[excess]| {
-            let most = excess.row_max();
-            1.0 + most.if_less(0.0, 0.0, most)
+            1.0 + excess.row_max().max(0.0)
         });
         cx.add_sum_to_loss(peak.view(), 1.0, 1)
     }

@@ -10,7 +10,7 @@ impl ElementLoss for BinaryCrossEntropyWithLogits {
     const OPERATIONS: usize = 60;
 
     fn value<'f>(&self, x: Expr<'f>, target: Expr<'f>) -> Expr<'f> {
-        x.if_less(0.0, 0.0, x) - x * target + (-x.abs()).exp().ln_1p()
+        x.max(0.0) - x * target + (-x.abs()).exp().ln_1p()
     }
 
     fn derivative<'f>(&self, x: Expr<'f>, target: Expr<'f>) -> Expr<'f> {

@@ -10,7 +10,7 @@ impl Pointwise for Relu {
     const DERIVATIVE_OF_OUTPUT: bool = true;
 
     fn value<'f>(&self, x: Expr<'f>) -> Expr<'f> {
-        x.if_less(0.0, 0.0, x)
+        x.max(0.0)
     }
 
     fn derivative<'f>(&self, y: Expr<'f>) -> Expr<'f> {

@@ -72,6 +72,7 @@ pub(crate) fn open<'a>(
 pub(crate) fn options(config: &Config) -> TrainerOptions {
     TrainerOptions {
         num_threads: config.training().threads,
+        local_rank: None,
         started: Instant::now(),
         plan: None,
         peak_flops: None,

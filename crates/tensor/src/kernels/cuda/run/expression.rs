@@ -1,5 +1,5 @@
 use super::super::Cuda;
-use super::super::expression::{Generated, generate};
+use super::super::expression::{generate, kernel_name};
 use super::super::launch::{Argument, Words};
 use crate::kernels::call::ExpressionCall;
 
@@ -22,9 +22,12 @@ impl Argument for Constants {
 
 impl Cuda {
     pub(super) fn run_expression(&self, call: &ExpressionCall) {
-        let Generated { name, source, constants, is_flat } = generate(call);
-        self.issue(|| self.context.load_generated(&name, &source));
-        let ExpressionCall { inputs, cols, output, .. } = call;
+        if call.output.num_bytes() == 0 {
+            return;
+        }
+        let (name, is_flat) = (kernel_name(call), call.is_flat());
+        self.issue(|| self.context.load_generated(&name, || generate(call)));
+        let ExpressionCall { expression, inputs, cols, output, .. } = call;
         let mut launch = self.kernel(&name, &[]);
         for input in inputs {
             launch = launch.arg(input.operand);
@@ -32,7 +35,7 @@ impl Cuda {
                 launch = launch.arg(input.layout.row_stride).arg(input.layout.col_stride);
             }
         }
-        let launch = launch.arg(output).arg(Constants(constants));
+        let launch = launch.arg(output).arg(Constants(expression.constants().collect()));
         if is_flat {
             return launch.over_elements(output.shape());
         }

@@ -286,6 +286,7 @@ impl Cuda {
                 rounding_seed,
             } => {
                 check_pieces(pieces, parameters, grads);
+                check_states(pieces, updates, grads, states);
                 let rules: Vec<Rule> = updates.iter().map(|&update| Rule::new(update)).collect();
                 if scales.is_some() {
                     // Panics for an update that has no scale.
@@ -425,5 +426,20 @@ fn check_pieces(pieces: &Pieces, parameters: &OperandMut, grads: &Operand) {
         end <= num_parameters && (num_grads == 0 || end <= num_grads),
         "pieces up to {end} of {num_parameters} parameters and {num_grads} gradients"
     );
-    assert!(parameters.dtype() == DType::F32, "parameters of {:?}", parameters.dtype());
+    let dtypes = [parameters.dtype(), grads.dtype()];
+    assert_eq!(dtypes, [DType::F32; 2], "dtypes of parameters and gradients");
+}
+
+/// Panics if a piece exceeds a state, or if an update reads gradients that are not there.
+fn check_states(pieces: &Pieces, updates: &[Update], grads: &Operand, states: &[Option<StateOperands>; 2]) {
+    let end = pieces.as_slice().last().map_or(0, |piece| piece.state + piece.len);
+    for state in states.iter().flatten() {
+        assert!(
+            end <= state.values.shape().num_elements(),
+            "pieces up to {end} of {:?}",
+            state.values.shape()
+        );
+    }
+    let reads = |update: &Update| update.cost().gradient == ElementAccess::Read;
+    assert!(grads.num_bytes() > 0 || end == 0 || !updates.iter().any(reads), "no gradients for {updates:?}");
 }

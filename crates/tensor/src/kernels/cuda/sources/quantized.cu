@@ -2,12 +2,13 @@
 
 #include "common.cuh"
 
-// As in `kernels/cpu/quantized.rs`: elements per block of a message, bytes of its scale, and the largest magnitude of blocks that become 0.
+// As in `kernels/cpu/quantized.rs`: bytes of a block's scale, the smallest largest magnitude of a block that does not become 0, and the
+// number that rounds when it is added.
 constexpr u32 SCALE_BYTES = 4;
 constexpr float MAGNITUDE_MIN = 1e-36f, ROUNDER = 12582912.0f;
 static_assert(BLOCK == 256, "a block of a message has an element per thread");
 
-// Part of a message: a block of up to `BLOCK` elements, of 4 or 8 bits.
+// Part of a message: a block of up to `BLOCK` elements, of 4 or 8 bits. Messages may begin at any byte.
 struct Message {
     u32 len, num_codes;
     u64 first_byte;
@@ -37,7 +38,10 @@ extern "C" __global__ void quantize(const float* x, bool is_int4, u8* message, u
         float inverse = !is_finite || is_zero ? 0.0f : levels / magnitude;
         u8* to = message + own.first_byte;
         if (thread == 0) {
-            *reinterpret_cast<float*>(to) = scale;
+            u32 bits = __float_as_uint(scale);
+            for (u32 byte = 0; byte < SCALE_BYTES; ++byte) {
+                to[byte] = u8(bits >> 8 * byte);
+            }
         }
         if (thread < own.num_codes) {
             u8 code = code_of(from[thread], inverse);
@@ -54,14 +58,17 @@ extern "C" __global__ void quantize(const float* x, bool is_int4, u8* message, u
 __device__ inline float message_value(const u8* message, bool is_int4, u64 num, u64 index) {
     Message own = message_block(num, is_int4, index / BLOCK);
     const u8* from = message + own.first_byte;
-    u32 place = u32(index % BLOCK);
+    u32 place = u32(index % BLOCK), scale = 0;
+    for (u32 byte = 0; byte < SCALE_BYTES; ++byte) {
+        scale |= u32(from[byte]) << 8 * byte;
+    }
     bool is_high = place >= own.num_codes;
     u8 code = from[SCALE_BYTES + (is_high ? place - own.num_codes : place)];
     if (is_int4) {
         code = is_high ? code & 0xf0 : u8(code << 4);
     }
     int value = static_cast<signed char>(code);
-    return float(is_int4 ? value >> 4 : value) * *reinterpret_cast<const float*>(from);
+    return float(is_int4 ? value >> 4 : value) * __uint_as_float(scale);
 }
 
 extern "C" __global__ void add_dequantized(const u8* message, bool is_int4, float* y, u64 num) {
