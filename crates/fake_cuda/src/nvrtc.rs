@@ -55,6 +55,8 @@ impl Program {
         let source = with_table(&expanded.replace("__global__", ""), &kernel_names(&expanded));
         let mut arguments =
             vec!["-x", "c++", "-fpreprocessed", "-O1", "-ffp-contract=off", "-fno-exceptions"];
+        // A GPU ends a kernel that accesses a number at an address that is no multiple of its size.
+        arguments.extend(["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]);
         arguments.extend(["-fno-rtti", "-fPIC", "-shared", "-o", "kernels.so", "-"]);
         let sanitize = sanitizers.map(|names| format!("-fsanitize={names}"));
         arguments.extend(sanitize.as_deref());

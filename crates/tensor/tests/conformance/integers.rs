@@ -12,12 +12,15 @@ fn dequantized_values_are_within_half_a_step() {
         for dtype in FLOATS {
             let [found, added] = on_all(|device| {
                 let x = tensor(device, &values);
-                let mut message = empty(device, [format.num_bytes(1000)], DType::U8);
-                device.quantize(x.view(), format, message.view_mut());
+                // Messages of several ranks follow each other, whatever their lengths.
+                let mut messages = empty(device, [3 + format.num_bytes(1000)], DType::U8);
+                let shape = [format.num_bytes(1000)].into();
+                device.quantize(x.view(), format, messages.view_mut().into_part(3, shape));
+                let message = messages.view().part(3, shape);
                 let mut y = empty(device, [1000], dtype);
-                device.dequantize(message.view(), format, y.view_mut());
+                device.dequantize(message, format, y.view_mut());
                 let mut sum = tensor(device, &values);
-                device.add_dequantized(message.view(), format, sum.view_mut());
+                device.add_dequantized(message, format, sum.view_mut());
                 [wide(device, &y), device.read(sum.view())]
             });
             let bound = 0.51 * largest / levels + 2.0 * rounding(dtype) * largest;
