@@ -28,10 +28,10 @@ pub(crate) struct WorkerPeak {
     pub(crate) note: String,
 }
 
-/// Returns the peak FLOP/s of this worker; `None` if the config sets a peak, or on a GPU, whose peak is not known. On a CPU, this is the peak of one thread times the worker's
-/// threads, or times its share of the CPUs if that is smaller. The thread is measured while one thread is busy for each CPU that the
-/// host's workers use, so the peaks of workers that share cores add up to the peak of these cores. Unless `cache` has the figure, the first
-/// worker of each host measures it while the others wait. Collective.
+/// Returns the peak FLOP/s of this worker; `None` if the config sets a peak, or on a GPU, whose peak is not known. On a CPU, this is the
+/// peak of one thread times the worker's threads, or times its share of the CPUs if that is smaller. The thread is measured while one
+/// thread is busy for each CPU that the host's workers use, so the peaks of workers that share cores add up to the peak of these cores.
+/// Unless `cache` has the figure, the first worker of each host measures it while the others wait. Collective.
 pub(crate) fn worker_peak(
     config: &Config,
     share: &HostShare,

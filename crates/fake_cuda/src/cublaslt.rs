@@ -330,10 +330,12 @@ unsafe extern "C" fn cublasLtMatmul(
         unsafe { (*description, [*alpha, *beta], [*a_layout, *b_layout, *c_layout, *d_layout]) };
     // SAFETY: the caller passes an algorithm of the heuristic.
     let alignments = unsafe { *algorithm };
-    let is_aligned =
-        [a, b, c, d].iter().zip(alignments).all(|(&start, alignment)| start as u64 % alignment == 0)
-            && workspace.is_multiple_of(WORKSPACE_ALIGNMENT)
-            && (!description.has_bias || description.bias.is_multiple_of(BIAS_ALIGNMENT));
+    let is_aligned = [a, b, c, d]
+        .iter()
+        .zip(alignments)
+        .all(|(&start, alignment)| (start as u64).is_multiple_of(alignment))
+        && workspace.is_multiple_of(WORKSPACE_ALIGNMENT)
+        && (!description.has_bias || description.bias.is_multiple_of(BIAS_ALIGNMENT));
     if !is_aligned {
         return CUBLAS_STATUS_INVALID_VALUE;
     }

@@ -15,8 +15,8 @@ pub struct MemoryBounds {
     pub device: usize,
     /// Bound on host memory for state that is not on the device.
     pub host: usize,
-    /// Bound on memory of the machine, which includes the other two, unless the device has memory of its own. Memory that several workers map is counted for the worker that owns
-    /// it.
+    /// Bound on memory of the machine, which includes the other two, unless the device has memory of its own. Memory that several workers
+    /// map is counted for the worker that owns it.
     pub machine: usize,
 }
 

@@ -5,9 +5,9 @@ use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::ops::{Add, Div, Mul, Neg, Sub};
 
-/// An f32 value of a function that a device runs, such as `2.0 * x + y.exp()`. The closure runs once, when the kernel is issued, and records
-/// its operations; use [`if_less`](Expr::if_less) where Rust would use `if`. Operations on constants are computed while recording. A function
-/// has at most 64 operations, inputs and constants.
+/// An f32 value of a function that a device runs, such as `2.0 * x + y.exp()`. The closure runs once, when the kernel is issued, and
+/// records its operations; use [`if_less`](Expr::if_less) where Rust would use `if`. Operations on constants are computed while recording.
+/// A function has at most 64 operations, inputs and constants.
 #[derive(Debug, Clone, Copy)]
 pub struct Expr<'f>(Value<'f>);
 

@@ -259,7 +259,6 @@ macro_rules! areas {
     ($($area:ident($calls:ident)),*) => {
         /// A kernel with its operands and arguments.
         #[derive(Debug)]
-        #[expect(clippy::large_enum_variant, reason = "a call is made and run in place: a box would be an allocation for each kernel")]
         pub(crate) enum Call {
             $($area($calls),)*
         }

@@ -34,6 +34,11 @@ pub(super) fn word(dtype: DType) -> DType {
     }
 }
 
+/// Returns a word that holds two numbers of four bytes.
+pub(super) fn pair(low: u32, high: u32) -> u64 {
+    u64::from(low) | u64::from(high) << 32
+}
+
 /// An argument of a kernel.
 pub(super) trait Argument {
     /// Appends the bytes of the argument to memory that is aligned to eight bytes.
@@ -101,7 +106,7 @@ impl<const N: usize> Argument for [usize; N] {
 impl Argument for RandomKey {
     fn append(&self, to: &mut Words) -> usize {
         let ([low, high], stream) = self.parts();
-        (u64::from(low) | u64::from(high) << 32).append(to) + stream.append(to)
+        pair(low, high).append(to) + stream.append(to)
     }
 }
 

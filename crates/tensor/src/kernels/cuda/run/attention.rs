@@ -1,5 +1,5 @@
 use super::super::Cuda;
-use super::super::launch::{Argument, Words};
+use super::super::launch::{Argument, Words, pair};
 use crate::kernels::call::AttentionCall;
 use crate::kernels::{
     AttentionInputs, AttentionOutput, AttentionScope, AttentionShape, LatentHeadShape, Operand, OperandMut,
@@ -67,7 +67,7 @@ impl Argument for Sizes<'_> {
         let positions = scope.queries.append(to) + scope.keys.append(to);
         let starts = self.padding_starts.append(to) + self.document_starts.append(to);
         let [scale, soft_cap] = [scope.rule.scale, scope.rule.soft_cap.unwrap_or(0.0)].map(f32::to_bits);
-        let scales = (u64::from(scale) | u64::from(soft_cap) << 32).append(to);
+        let scales = pair(scale, soft_cap).append(to);
         sizes + strides + mask + positions + starts + scales
     }
 }

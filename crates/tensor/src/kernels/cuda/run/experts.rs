@@ -1,5 +1,5 @@
 use super::super::Cuda;
-use super::super::launch::{Argument, Words};
+use super::super::launch::{Argument, Words, pair};
 use crate::kernels::call::ExpertCall;
 use crate::kernels::{ExpertGroups, RoutingRule};
 
@@ -9,7 +9,7 @@ impl Argument for RoutingRule {
         let RoutingRule { num_choices, normalizes, scale, groups } = *self;
         let ExpertGroups { num_groups, num_chosen } =
             groups.unwrap_or(ExpertGroups { num_groups: 0, num_chosen: 0 });
-        let factors = u64::from(normalizes) | u64::from(scale.to_bits()) << 32;
+        let factors = pair(normalizes.into(), scale.to_bits());
         [num_choices, num_groups, num_chosen].append(to) + factors.append(to)
     }
 }

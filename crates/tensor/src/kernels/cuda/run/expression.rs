@@ -1,6 +1,6 @@
 use super::super::Cuda;
 use super::super::expression::{generate, kernel_name};
-use super::super::launch::{Argument, Words};
+use super::super::launch::{Argument, Words, pair};
 use crate::kernels::call::ExpressionCall;
 
 /// `Constants` of a generated kernel: at least one number.
@@ -8,11 +8,11 @@ struct Constants(Vec<f32>);
 
 impl Argument for Constants {
     fn append(&self, to: &mut Words) -> usize {
-        let of_pair = |pair: &[f32]| {
-            let high = pair.get(1).map_or(0, |number| number.to_bits());
-            u64::from(pair[0].to_bits()) | u64::from(high) << 32
+        let of_two = |numbers: &[f32]| {
+            let high = numbers.get(1).map_or(0, |number| number.to_bits());
+            pair(numbers[0].to_bits(), high)
         };
-        to.extend(self.0.chunks(2).map(of_pair));
+        to.extend(self.0.chunks(2).map(of_two));
         if self.0.is_empty() {
             to.push(0);
         }

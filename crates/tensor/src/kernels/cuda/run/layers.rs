@@ -1,5 +1,5 @@
 use super::super::Cuda;
-use super::super::launch::{Argument, Words};
+use super::super::launch::{Argument, Words, pair};
 use crate::kernels::call::LayerCall;
 use crate::kernels::cpu::cross_entropy::{NUM_STATISTICS, VocabularyChunk};
 use crate::kernels::cpu::norm::NormKind;
@@ -25,7 +25,7 @@ impl Argument for (&Bags<Operand>, usize) {
     fn append(&self, to: &mut Words) -> usize {
         let (bags, num_rows) = self;
         let (start, len) = bags.shard.unwrap_or((0, *num_rows));
-        let flags = u64::from(bags.is_mean) | u64::from(bags.shard.is_some()) << 32;
+        let flags = pair(bags.is_mean.into(), bags.shard.is_some().into());
         bags.ids.append(to) + bags.lens.append(to) + [bags.bag_len, start, len].append(to) + flags.append(to)
     }
 }

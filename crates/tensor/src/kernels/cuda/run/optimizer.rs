@@ -1,8 +1,8 @@
-//! Optimizer updates. The pieces of a pass, its rules and similar tables are arguments of kernels, so that they need no memory on the
+//! Optimizer updates. The pieces of a pass, its updates and similar tables are arguments of kernels, so that they need no memory on the
 //! device; a pass takes as many launches as its tables need.
 
 use super::super::Cuda;
-use super::super::launch::{Argument, BLOCK_THREADS, Words};
+use super::super::launch::{Argument, BLOCK_THREADS, Words, pair};
 use crate::kernels::call::{MatmulCall, OptimizerCall};
 use crate::kernels::cpu::optimizer::rules::{AdamCoefficients, AdamWStep};
 use crate::kernels::cpu::optimizer::{NORM_EPSILON, NewtonSchulzMatmuls, QUINTIC};
@@ -15,9 +15,9 @@ use crate::shape::Shape;
 use std::ops::Range;
 use trireme_base::DType;
 
-/// Sizes of tables; `PIECES`, `RULES`, `RUNS` and `SCALES` in `sources/optimizer.cu`.
+/// Sizes of tables; `PIECES`, `UPDATES`, `RUNS` and `SCALES` in `sources/optimizer.cu`.
 const NUM_PIECES: usize = 48;
-const NUM_RULES: usize = 8;
+const NUM_UPDATES: usize = 8;
 const NUM_RUNS: usize = 128;
 const NUM_SCALES: usize = 64;
 
@@ -26,11 +26,6 @@ const BLOCKS_PER_PIECE: u32 = 64;
 
 /// Largest number of blocks whose results one block combines: its number of threads.
 const REDUCTION_BLOCKS: usize = BLOCK_THREADS as usize;
-
-/// Returns a word with two numbers.
-fn pair(low: u32, high: u32) -> u64 {
-    u64::from(low) | u64::from(high) << 32
-}
 
 /// Returns a word with two numbers.
 fn float_pair(low: f32, high: f32) -> u64 {
@@ -55,47 +50,79 @@ impl<const WORDS: usize> Argument for Table<WORDS> {
 /// A launch's part of a pass of updates.
 struct Batch {
     pieces: Range<usize>,
-    /// The rules of these pieces, as indices of the pass's rules.
-    rules: Vec<usize>,
+    /// The updates of these pieces, as indices of the pass's updates.
+    updates: Vec<usize>,
 }
 
-/// Splits a pass into launches whose tables have room for their pieces and rules.
+/// Splits a pass into launches whose tables have room for their pieces and updates.
 fn batches(pieces: &Pieces) -> Vec<Batch> {
     let mut batches: Vec<Batch> = Vec::new();
     for (index, piece) in pieces.as_slice().iter().enumerate() {
         let has_room = |batch: &Batch| {
-            let has_rule = batch.rules.len() < NUM_RULES || batch.rules.contains(&piece.update);
-            batch.pieces.len() < NUM_PIECES && has_rule
+            let has_update = batch.updates.len() < NUM_UPDATES || batch.updates.contains(&piece.update);
+            batch.pieces.len() < NUM_PIECES && has_update
         };
         if !batches.last().is_some_and(has_room) {
-            batches.push(Batch { pieces: index..index, rules: Vec::new() });
+            batches.push(Batch { pieces: index..index, updates: Vec::new() });
         }
         let batch = batches.last_mut().expect("one was pushed");
         batch.pieces.end += 1;
-        if !batch.rules.contains(&piece.update) {
-            batch.rules.push(piece.update);
+        if !batch.updates.contains(&piece.update) {
+            batch.updates.push(piece.update);
         }
     }
     batches
 }
 
 /// Returns the table of a launch's pieces.
-fn piece_table(pieces: &Pieces, Batch { pieces: range, rules }: &Batch) -> Table<5> {
+fn piece_table(pieces: &Pieces, Batch { pieces: range, updates }: &Batch) -> Table<5> {
     let row = |index: usize| {
         let piece = &pieces.as_slice()[index];
-        let rule = rules.iter().position(|&rule| rule == piece.update).expect("the batch has the rule");
+        let update = updates.iter().position(|&update| update == piece.update);
+        let update = update.expect("the batch has the update of each of its pieces");
         let [position, start, state, block] =
             [piece.position, piece.start, piece.state, pieces.first_block(index)].map(|number| number as u64);
         let len = u32::try_from(piece.len).expect("a piece has at most `Pieces::LEN_MAX` elements");
-        [position, start, state, block, pair(len, rule as u32)]
+        [position, start, state, block, pair(len, update as u32)]
     };
     Table { rows: range.clone().map(row).collect(), len: NUM_PIECES }
 }
 
-/// `Rule` of `sources/optimizer.cu`; the fields are the same.
+/// `Kind` of `sources/optimizer.cu`: the kinds of [`Update`].
+#[derive(Clone, Copy, Default)]
+#[repr(u32)]
+enum Kind {
+    #[default]
+    AdamW,
+    Adam,
+    FrozenAdam,
+    FrozenAdamFromMomentum,
+    FrozenAdamMomentum,
+    Momentum,
+    Lion,
+    Norms,
+    Lars,
+    LambMoments,
+    Lamb,
+    AdafactorVectorMoment,
+    AdafactorVector,
+    MuonMomentum,
+    Descend,
+    Sign,
+}
+
+/// Flags of `sources/optimizer.cu`.
+const WRITES_PARAMETER: u32 = 1;
+const READS_GRADIENT: u32 = 2;
+const WRITES_FIRST: u32 = 4;
+const WRITES_SECOND: u32 = 8;
+const IS_NESTEROV: u32 = 16;
+const IS_FIRST_STEP: u32 = 32;
+
+/// `Update` of `sources/optimizer.cu`, without the number of the update.
 #[derive(Default)]
-struct Rule {
-    kind: u32,
+struct UpdateArgument {
+    kind: Kind,
     flags: u32,
     lr: f32,
     step_size: f32,
@@ -112,10 +139,14 @@ struct Rule {
     mixing: f32,
 }
 
-impl Rule {
-    fn of_adam(kind: u32, step: AdamWStep) -> Self {
+fn flag(is_set: bool, bit: u32) -> u32 {
+    if is_set { bit } else { 0 }
+}
+
+impl UpdateArgument {
+    fn of_adam(kind: Kind, step: AdamWStep) -> Self {
         let c = AdamCoefficients::new(step);
-        Rule {
+        UpdateArgument {
             kind,
             lr: step.lr,
             step_size: c.step_size,
@@ -129,29 +160,31 @@ impl Rule {
             gradient_share: c.gradient_share,
             inverse_correction1: c.inverse_correction1,
             inverse_root_correction2: c.inverse_root_correction2,
-            ..Rule::default()
+            ..UpdateArgument::default()
         }
     }
 
     fn new(update: Update) -> Self {
-        let rest = Rule::default();
-        let mut rule = match update {
-            Update::AdamW(step) => Rule::of_adam(0, step),
-            Update::Adam(step) => Rule::of_adam(1, step),
-            Update::FrozenAdam(step) => Rule::of_adam(2, step),
-            Update::FrozenAdamFromMomentum(step) => Rule::of_adam(3, step),
-            Update::FrozenAdamMomentum(step) => Rule::of_adam(4, step),
-            Update::Momentum(s) => Rule {
-                kind: 5,
-                flags: u32::from(s.nesterov) << 4 | u32::from(s.step == 1) << 5,
+        let rest = UpdateArgument::default();
+        let mut argument = match update {
+            Update::AdamW(step) => UpdateArgument::of_adam(Kind::AdamW, step),
+            Update::Adam(step) => UpdateArgument::of_adam(Kind::Adam, step),
+            Update::FrozenAdam(step) => UpdateArgument::of_adam(Kind::FrozenAdam, step),
+            Update::FrozenAdamFromMomentum(step) => {
+                UpdateArgument::of_adam(Kind::FrozenAdamFromMomentum, step)
+            }
+            Update::FrozenAdamMomentum(step) => UpdateArgument::of_adam(Kind::FrozenAdamMomentum, step),
+            Update::Momentum(s) => UpdateArgument {
+                kind: Kind::Momentum,
+                flags: flag(s.nesterov, IS_NESTEROV) | flag(s.step == 1, IS_FIRST_STEP),
                 lr: s.lr,
                 momentum: s.momentum,
                 weight_decay: s.weight_decay,
                 grad_scale: s.grad_scale,
                 ..rest
             },
-            Update::Lion(s) => Rule {
-                kind: 6,
+            Update::Lion(s) => UpdateArgument {
+                kind: Kind::Lion,
                 lr: s.lr,
                 parameter_factor: 1.0 - s.lr * s.weight_decay,
                 momentum: s.beta1,
@@ -159,50 +192,55 @@ impl Rule {
                 grad_scale: s.grad_scale,
                 ..rest
             },
-            Update::Norms { grad_scale } => Rule { kind: 7, grad_scale, ..rest },
-            Update::Lars(s) => Rule {
-                kind: 8,
+            Update::Norms { grad_scale } => UpdateArgument { kind: Kind::Norms, grad_scale, ..rest },
+            Update::Lars(s) => UpdateArgument {
+                kind: Kind::Lars,
                 lr: s.lr,
                 momentum: s.momentum,
                 weight_decay: s.weight_decay,
                 grad_scale: s.grad_scale,
                 ..rest
             },
-            Update::LambMoments(step) => Rule::of_adam(9, step),
-            Update::Lamb(step) => Rule::of_adam(10, step),
-            Update::AdafactorVectorMoment(s) => {
-                Rule { kind: 11, mixing: s.mixing, grad_scale: s.grad_scale, ..rest }
-            }
-            Update::AdafactorVector(s) => Rule {
-                kind: 12,
+            Update::LambMoments(step) => UpdateArgument::of_adam(Kind::LambMoments, step),
+            Update::Lamb(step) => UpdateArgument::of_adam(Kind::Lamb, step),
+            Update::AdafactorVectorMoment(s) => UpdateArgument {
+                kind: Kind::AdafactorVectorMoment,
+                mixing: s.mixing,
+                grad_scale: s.grad_scale,
+                ..rest
+            },
+            Update::AdafactorVector(s) => UpdateArgument {
+                kind: Kind::AdafactorVector,
                 lr: s.lr,
                 parameter_factor: s.parameter_factor,
                 grad_scale: s.grad_scale,
                 ..rest
             },
-            Update::MuonMomentum(s) => Rule {
-                kind: 13,
-                flags: u32::from(s.nesterov) << 4,
+            Update::MuonMomentum(s) => UpdateArgument {
+                kind: Kind::MuonMomentum,
+                flags: flag(s.nesterov, IS_NESTEROV),
                 momentum: s.momentum,
                 grad_scale: s.grad_scale,
                 ..rest
             },
-            Update::Descend { lr, parameter_factor } => Rule { kind: 14, lr, parameter_factor, ..rest },
-            Update::Sign { lr } => Rule { kind: 15, lr, ..rest },
+            Update::Descend { lr, parameter_factor } => {
+                UpdateArgument { kind: Kind::Descend, lr, parameter_factor, ..rest }
+            }
+            Update::Sign { lr } => UpdateArgument { kind: Kind::Sign, lr, ..rest },
         };
         let cost = update.cost();
-        let changes = |access: ElementAccess| u32::from(access == ElementAccess::Change);
-        rule.flags |= changes(cost.parameter)
-            | u32::from(cost.gradient == ElementAccess::Read) << 1
-            | changes(cost.states[0]) << 2
-            | changes(cost.states[1]) << 3;
-        rule
+        let changes = |access: ElementAccess, bit| flag(access == ElementAccess::Change, bit);
+        argument.flags |= changes(cost.parameter, WRITES_PARAMETER)
+            | flag(cost.gradient == ElementAccess::Read, READS_GRADIENT)
+            | changes(cost.states[0], WRITES_FIRST)
+            | changes(cost.states[1], WRITES_SECOND);
+        argument
     }
 
-    /// Returns the words of the rule with this index.
+    /// Returns the words of the update with this index in the pass.
     fn words(&self, index: usize) -> [u64; 8] {
         [
-            pair(self.kind, self.flags),
+            pair(self.kind as u32, self.flags),
             pair(index as u32, self.lr.to_bits()),
             float_pair(self.step_size, self.parameter_factor),
             float_pair(self.momentum, self.beta2),
@@ -287,18 +325,19 @@ impl Cuda {
             } => {
                 check_pieces(pieces, parameters, grads);
                 check_states(pieces, updates, grads, states);
-                let rules: Vec<Rule> = updates.iter().map(|&update| Rule::new(update)).collect();
+                let arguments: Vec<UpdateArgument> =
+                    updates.iter().map(|&update| UpdateArgument::new(update)).collect();
                 if scales.is_some() {
                     // Panics for an update that has no scale.
                     pieces.as_slice().iter().for_each(|piece| _ = updates[piece.update].scaled(1.0));
                 }
                 for batch in batches(pieces) {
-                    let rows = batch.rules.iter().map(|&rule| rules[rule].words(rule)).collect();
+                    let rows = batch.updates.iter().map(|&update| arguments[update].words(update)).collect();
                     let sums =
                         sums.as_ref().map(|sums| from_element(sums.as_operand(), 2 * batch.pieces.start));
                     let blocks_per_piece = if sums.is_some() { 1 } else { BLOCKS_PER_PIECE };
                     let launch = self.kernel("update", &[]).arg(piece_table(pieces, &batch));
-                    let launch = launch.arg(Table { rows, len: NUM_RULES }).arg(parameters);
+                    let launch = launch.arg(Table { rows, len: NUM_UPDATES }).arg(parameters);
                     let launch = launch.arg(if_any(grads)).arg(states[0].as_ref()).arg(states[1].as_ref());
                     let launch = launch.arg(scales).arg(*rounding_seed).arg(sums).arg(blocks_per_piece);
                     launch.run(batch.pieces.len() as u32 * blocks_per_piece);

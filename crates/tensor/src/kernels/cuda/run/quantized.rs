@@ -1,5 +1,5 @@
 use super::super::Cuda;
-use super::super::launch::{Argument, Words};
+use super::super::launch::{Argument, Words, pair};
 use crate::fp8::{Fp8Scale, SCALE_EXPONENT_MAX};
 use crate::kernels::IntegerFormat;
 use crate::kernels::call::QuantizedCall;
@@ -16,7 +16,6 @@ impl Argument for Fp8Scale {
     fn append(&self, to: &mut Words) -> usize {
         let exponent = self.exponent().unwrap_or(0);
         let Rounding { max, normal_min, rounder_offset, .. } = Rounding::new(self.format(), exponent);
-        let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
         pair(max.to_bits(), normal_min).append(to)
             + pair(rounder_offset, exponent as u32).append(to)
             + pair(self.margin(), SCALE_EXPONENT_MAX as u32).append(to)

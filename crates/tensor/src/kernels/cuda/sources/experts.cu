@@ -50,7 +50,7 @@ __device__ inline float weight_factor(const Routing& rule, const float* scores, 
     return rule.scale / sum;
 }
 
-// The chosen groups of a row, as bits. A lane has the groups whose numbers are its own and that of the lane `WARP` after it.
+// Returns the chosen groups of a row as bits. Lane `l` scores groups `l` and `l + WARP`.
 template <class Score> __device__ inline u64 chosen_groups(const Routing& rule, u64 len, int lane, Score score) {
     float sums[GROUPS_MAX / WARP] = {};
     for (u64 group = lane; group < rule.num_groups; group += WARP) {
@@ -97,11 +97,11 @@ extern "C" __global__ void top_k(
         for (u64 choice = 0; choice < rule.num_choices; ++choice) {
             Candidate best = {0.0f, NONE};
             for (u64 id = lane; id < cols; id += WARP) {
-                bool is_left = groups >> (id / len) & 1;
-                for (u64 earlier = 0; earlier < choice && is_left; ++earlier) {
-                    is_left = own_ids[earlier] != id;
+                bool is_candidate = groups >> (id / len) & 1;
+                for (u64 earlier = 0; earlier < choice && is_candidate; ++earlier) {
+                    is_candidate = own_ids[earlier] != id;
                 }
-                if (is_left) {
+                if (is_candidate) {
                     best = better(best, {score(id), u32(id)});
                 }
             }

@@ -2,21 +2,21 @@
 
 #include "common.cuh"
 
-// A range of elements with one rule; as `Piece` in `kernels/cpu/optimizer/pieces.rs`, with the first block of its 8-bit state. `rule` is
-// an index of the launch's rules.
+// A range of elements with one update; as `Piece` in `kernels/cpu/optimizer/pieces.rs`, with the first block of its 8-bit state. `update`
+// is an index of the launch's updates.
 struct Piece {
     u64 position, start, state, first_block;
-    u32 len, rule;
+    u32 len, update;
 };
 
 // Tables that are passed as arguments, which need no memory of the device; their sizes are known to `run/optimizer.rs`.
-constexpr int PIECES = 48, RULES = 8, RUNS = 128, SCALES = 64;
+constexpr int PIECES = 48, UPDATES = 8, RUNS = 128, SCALES = 64;
 
 struct Pieces {
     Piece pieces[PIECES];
 };
 
-// As `Update` in Rust.
+// The kinds of `Update` in Rust.
 enum Kind : u32 {
     ADAMW,
     ADAM,
@@ -36,7 +36,7 @@ enum Kind : u32 {
     SIGN,
 };
 
-// What a rule writes and reads, and options.
+// The values that an update reads and writes, and its options.
 enum Flags : u32 {
     WRITES_PARAMETER = 1,
     READS_GRADIENT = 2,
@@ -46,16 +46,16 @@ enum Flags : u32 {
     IS_FIRST_STEP = 32,
 };
 
-// The hyperparameters of an `Update`, with those that it derives; a rule uses some of them. `index` is the rule's number in the pass.
-struct Rule {
+// The hyperparameters of an update and those that are derived from them; a kind uses some. `index` is its number in the pass.
+struct Update {
     Kind kind;
     u32 flags, index;
     float lr, step_size, parameter_factor, momentum, beta2, nu, epsilon, weight_decay, grad_scale;
     float gradient_share, inverse_correction1, inverse_root_correction2, mixing;
 };
 
-struct Rules {
-    Rule rules[RULES];
+struct Updates {
+    Update updates[UPDATES];
 };
 
 // Bounds of Adafactor, and constants of the 8-bit states, as in `rules.rs` and `state.rs` of `kernels/cpu/optimizer`.
@@ -73,7 +73,7 @@ struct State {
     u32 is_second_moment;
 };
 
-// Number of elements with a common step, which are those that a block updates at a time.
+// 256 elements of 8-bit state share a quantization step, so a thread block must update exactly these together.
 static_assert(BLOCK == 256, "a block of 8-bit state has an element per thread");
 
 __device__ inline float load_state(State state, u64 index, u64 block) {
@@ -150,86 +150,86 @@ __device__ inline float adafactor_update(float g, float v) {
     return bounded(g) / sqrtf(v > ADAFACTOR_MOMENT_MIN ? v : ADAFACTOR_MOMENT_MIN);
 }
 
-__device__ inline float adam_denominator(const Rule& r, float v) {
-    return sqrtf(v) * r.inverse_root_correction2 + r.epsilon;
+__device__ inline float adam_denominator(const Update& u, float v) {
+    return sqrtf(v) * u.inverse_root_correction2 + u.epsilon;
 }
 
-__device__ inline float adam_direction(const Rule& r, float m, float g) {
-    return r.nu == 1.0f ? m : r.nu * m + r.gradient_share * g;
+__device__ inline float adam_direction(const Update& u, float m, float g) {
+    return u.nu == 1.0f ? m : u.nu * m + u.gradient_share * g;
 }
 
-__device__ inline float lamb_update(const Rule& r, float p, float m, float v) {
-    return m * r.inverse_correction1 / adam_denominator(r, v) + r.weight_decay * p;
+__device__ inline float lamb_update(const Update& u, float p, float m, float v) {
+    return m * u.inverse_correction1 / adam_denominator(u, v) + u.weight_decay * p;
 }
 
-__device__ inline void update_moments(const Rule& r, Element& e, float g) {
-    e.m = r.momentum * e.m + (1.0f - r.momentum) * g;
-    e.v = r.beta2 * e.v + (1.0f - r.beta2) * g * g;
+__device__ inline void update_moments(const Update& u, Element& e, float g) {
+    e.m = u.momentum * e.m + (1.0f - u.momentum) * g;
+    e.v = u.beta2 * e.v + (1.0f - u.beta2) * g * g;
 }
 
-// As the functions of the same names in `kernels/cpu/optimizer/rules.rs`, with the same bits. `lr` is the rule's, scaled.
-__device__ inline void apply(const Rule& r, float lr, Element& e) {
-    float g = e.g * r.grad_scale, product;
-    switch (r.kind) {
+// Updates one element, with the bits of `Update::run` in `kernels/cpu/optimizer/rules.rs`. `lr` is the learning rate times the scale.
+__device__ inline void apply(const Update& u, float lr, Element& e) {
+    float g = e.g * u.grad_scale, product;
+    switch (u.kind) {
     case ADAMW:
-        update_moments(r, e, g);
-        e.p = e.p * r.parameter_factor - r.step_size * adam_direction(r, e.m, g) / adam_denominator(r, e.v);
+        update_moments(u, e, g);
+        e.p = e.p * u.parameter_factor - u.step_size * adam_direction(u, e.m, g) / adam_denominator(u, e.v);
         break;
     case ADAM:
-        g += r.weight_decay * e.p;
-        update_moments(r, e, g);
-        e.p -= r.step_size * adam_direction(r, e.m, g) / adam_denominator(r, e.v);
+        g += u.weight_decay * e.p;
+        update_moments(u, e, g);
+        e.p -= u.step_size * adam_direction(u, e.m, g) / adam_denominator(u, e.v);
         break;
     case FROZEN_ADAM:
     case FROZEN_ADAM_FROM_MOMENTUM:
-        e.m = r.kind == FROZEN_ADAM ? r.momentum * e.m + (1.0f - r.momentum) * g : g;
-        product = r.step_size * e.m / (e.v == 0.0f ? INFINITY : adam_denominator(r, e.v));
-        e.p = e.p * r.parameter_factor - product;
+        e.m = u.kind == FROZEN_ADAM ? u.momentum * e.m + (1.0f - u.momentum) * g : g;
+        product = u.step_size * e.m / (e.v == 0.0f ? INFINITY : adam_denominator(u, e.v));
+        e.p = e.p * u.parameter_factor - product;
         break;
     case FROZEN_ADAM_MOMENTUM:
-        e.p = r.momentum * e.m + (1.0f - r.momentum) * (e.p * r.grad_scale);
+        e.p = u.momentum * e.m + (1.0f - u.momentum) * (e.p * u.grad_scale);
         break;
     case MOMENTUM:
-        g += r.weight_decay * e.p;
-        e.m = r.flags & IS_FIRST_STEP ? g : r.momentum * e.m + g;
-        e.p -= lr * (r.flags & IS_NESTEROV ? g + r.momentum * e.m : e.m);
+        g += u.weight_decay * e.p;
+        e.m = u.flags & IS_FIRST_STEP ? g : u.momentum * e.m + g;
+        e.p -= lr * (u.flags & IS_NESTEROV ? g + u.momentum * e.m : e.m);
         break;
     case LION:
-        product = lr * sign(r.momentum * e.m + (1.0f - r.momentum) * g);
-        e.p = e.p * r.parameter_factor - product;
-        e.m = r.beta2 * e.m + (1.0f - r.beta2) * g;
+        product = lr * sign(u.momentum * e.m + (1.0f - u.momentum) * g);
+        e.p = e.p * u.parameter_factor - product;
+        e.m = u.beta2 * e.m + (1.0f - u.beta2) * g;
         break;
     case NORMS:
         e.first_term = e.p * e.p;
         e.second_term = g * g;
         break;
     case LARS:
-        e.m = r.momentum * e.m + lr * (g + r.weight_decay * e.p);
+        e.m = u.momentum * e.m + lr * (g + u.weight_decay * e.p);
         e.p -= e.m;
         break;
     case LAMB_MOMENTS:
-        update_moments(r, e, g);
-        product = lamb_update(r, e.p, e.m, e.v);
+        update_moments(u, e, g);
+        product = lamb_update(u, e.p, e.m, e.v);
         e.first_term = e.p * e.p;
         e.second_term = product * product;
         break;
     case LAMB:
-        e.p -= lr * lamb_update(r, e.p, e.m, e.v);
+        e.p -= lr * lamb_update(u, e.p, e.m, e.v);
         break;
     case ADAFACTOR_VECTOR_MOMENT:
-        e.m = (1.0f - r.mixing) * e.m + r.mixing * (bounded_square(g) + ADAFACTOR_MOMENT_MIN);
+        e.m = (1.0f - u.mixing) * e.m + u.mixing * (bounded_square(g) + ADAFACTOR_MOMENT_MIN);
         product = adafactor_update(g, e.m);
         e.first_term = product * product;
         break;
     case ADAFACTOR_VECTOR:
-        e.p = e.p * r.parameter_factor - lr * adafactor_update(g, e.m);
+        e.p = e.p * u.parameter_factor - lr * adafactor_update(g, e.m);
         break;
     case MUON_MOMENTUM:
-        e.m = r.momentum * e.m + (1.0f - r.momentum) * g;
-        e.p = r.flags & IS_NESTEROV ? r.momentum * e.m + (1.0f - r.momentum) * g : e.m;
+        e.m = u.momentum * e.m + (1.0f - u.momentum) * g;
+        e.p = u.flags & IS_NESTEROV ? u.momentum * e.m + (1.0f - u.momentum) * g : e.m;
         break;
     case DESCEND:
-        e.p = e.p * r.parameter_factor - lr * e.g;
+        e.p = e.p * u.parameter_factor - lr * e.g;
         break;
     case SIGN:
         e.p -= lr * sign(e.g);
@@ -237,36 +237,36 @@ __device__ inline void apply(const Rule& r, float lr, Element& e) {
     }
 }
 
-// The piece of a block, of `blocks_per_piece` blocks per piece.
+// Loops over the chunks of `BLOCK` elements of a piece. Each piece has `blocks_per_piece` thread blocks.
 #define FOR_EACH_CHUNK(piece, chunk, blocks_per_piece)                                 \
     const Piece& piece = table.pieces[blockIdx.x / blocks_per_piece];                  \
     for (u64 chunk = blockIdx.x % blocks_per_piece; chunk * BLOCK < piece.len; chunk += blocks_per_piece)
 
 // `sums` are two for each piece of the launch; if they are not null, a block has a piece of its own. `scales` are factors of the learning
-// rates of all rules of the pass.
+// rates of all updates of the pass.
 extern "C" __global__ void update(
-    const __grid_constant__ Pieces table, const __grid_constant__ Rules rules, float* parameters, const float* grads,
+    const __grid_constant__ Pieces table, const __grid_constant__ Updates updates, float* parameters, const float* grads,
     State first, State second, const float* scales, u32 seed, double* sums, u32 blocks_per_piece) {
     float first_sum = 0.0f, second_sum = 0.0f;
     FOR_EACH_CHUNK(piece, chunk, blocks_per_piece) {
-        const Rule& rule = rules.rules[piece.rule];
+        const Update& own = updates.updates[piece.update];
         u64 index = chunk * BLOCK + threadIdx.x, block = piece.first_block + chunk;
         bool is_active = index < piece.len;
         Element e = {};
         if (is_active) {
             e.p = parameters[piece.start + index];
-            e.g = rule.flags & READS_GRADIENT ? grads[piece.start + index] : 0.0f;
+            e.g = own.flags & READS_GRADIENT ? grads[piece.start + index] : 0.0f;
             e.m = load_state(first, piece.state + index, block);
             e.v = load_state(second, piece.state + index, block);
-            apply(rule, scales ? rule.lr * scales[rule.index] : rule.lr, e);
+            apply(own, scales ? own.lr * scales[own.index] : own.lr, e);
         }
-        if (is_active && rule.flags & WRITES_PARAMETER) {
+        if (is_active && own.flags & WRITES_PARAMETER) {
             parameters[piece.start + index] = e.p;
         }
-        if (rule.flags & WRITES_FIRST) {
+        if (own.flags & WRITES_FIRST) {
             store_state(first, piece.state + index, block, is_active, e.m, seed, piece.position + index);
         }
-        if (rule.flags & WRITES_SECOND) {
+        if (own.flags & WRITES_SECOND) {
             store_state(second, piece.state + index, block, is_active, e.v, ~seed, piece.position + index);
         }
         first_sum += e.first_term;
@@ -290,10 +290,10 @@ struct Factored {
     float parameter_factor, grad_scale;
 };
 
-__device__ inline float factored_element(const Factored& of, const Piece& piece, u64 index, float g) {
-    u64 place = piece.position - of.offset + index;
-    float row = float(double(of.rows[place / of.num_cols]) / *of.row_mean);
-    return adafactor_update(g * of.grad_scale, row * of.cols[place % of.num_cols]);
+__device__ inline float factored_element(const Factored& moments, const Piece& piece, u64 index, float g) {
+    u64 place = piece.position - moments.offset + index;
+    float row = float(double(moments.rows[place / moments.num_cols]) / *moments.row_mean);
+    return adafactor_update(g * moments.grad_scale, row * moments.cols[place % moments.num_cols]);
 }
 
 extern "C" __global__ void factored_squares(
@@ -351,15 +351,15 @@ struct LeafRuns {
     LeafRun runs[RUNS];
 };
 
-// A block per run. `out` is that of the launch's first run.
+// A block per run. `out` points to the result of the launch's first run.
 extern "C" __global__ void leaf_sums(
-    const __grid_constant__ LeafRuns table, const double* of_pieces, u32 which, double* out) {
+    const __grid_constant__ LeafRuns table, const double* piece_sums, u32 sum_index, double* out) {
     __shared__ double leaves[NUM_LEAVES];
     const LeafRun& run = table.runs[blockIdx.x];
     for (u32 leaf = threadIdx.x; leaf < NUM_LEAVES; leaf += BLOCK) {
         u32 piece = leaf - run.first_leaf;
         bool is_within = leaf >= run.first_leaf && piece < run.num_pieces;
-        leaves[leaf] = is_within ? of_pieces[2 * (run.first_piece + piece) + which] : 0.0;
+        leaves[leaf] = is_within ? piece_sums[2 * (run.first_piece + piece) + sum_index] : 0.0;
     }
     double sum = sum_leaves(leaves);
     if (threadIdx.x == 0) {
@@ -508,8 +508,8 @@ extern "C" __global__ void block_magnitudes(const float* x, float* largest, u64 
 
 // Divides by the largest magnitude, or sets all to 0 if it is subnormal.
 extern "C" __global__ void divide_by_largest(const float* largest, u32 num_largest, float* x, u64 num) {
-    float most = block_max(threadIdx.x < num_largest ? largest[threadIdx.x] : 0.0f);
-    float inverse = most >= 1.17549435e-38f ? 1.0f / most : 0.0f;
+    float magnitude = block_max(threadIdx.x < num_largest ? largest[threadIdx.x] : 0.0f);
+    float inverse = magnitude >= 1.17549435e-38f ? 1.0f / magnitude : 0.0f;
     FOR_EACH_ELEMENT(i, num) {
         x[i] *= inverse;
     }

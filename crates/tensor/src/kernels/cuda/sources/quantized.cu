@@ -17,8 +17,8 @@ struct Message {
 __device__ inline Message message_block(u64 num, bool is_int4, u64 block) {
     u64 left = num - block * BLOCK;
     u32 len = u32(left < BLOCK ? left : BLOCK);
-    u32 whole = is_int4 ? BLOCK / 2 : BLOCK;
-    return {len, is_int4 ? (len + 1) / 2 : len, block * (SCALE_BYTES + whole)};
+    u32 full_bytes = is_int4 ? BLOCK / 2 : BLOCK;
+    return {len, is_int4 ? (len + 1) / 2 : len, block * (SCALE_BYTES + full_bytes)};
 }
 
 __device__ inline u8 code_of(float x, float inverse) {
