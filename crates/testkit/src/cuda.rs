@@ -26,7 +26,7 @@ pub fn fake_cuda_folder() -> Option<&'static Path> {
     FOLDER.get_or_init(install).as_deref()
 }
 
-/// Each version of the libraries has its own folder, because kernels that another version has compiled are not used.
+/// Installs the stand-ins in a folder of their version and returns it. Kernels that another version has compiled must not be used.
 fn install() -> PathBuf {
     let library = trireme_fake_cuda::library().expect("cargo has built the libraries");
     let built = library.metadata().and_then(|metadata| metadata.modified()).expect("the library has a time");

@@ -24,7 +24,7 @@ impl Device {
     /// `function`, for the [cost](Device::cost). Reductions of [`Expr`] are over the last dim.
     ///
     /// # Panics
-    /// If the shapes differ.
+    /// If the shapes differ, or a tensor is not of a float type.
     pub fn map(
         &self,
         x: View<'_>,
@@ -40,7 +40,7 @@ impl Device {
     /// Computes `y = function(left, right)` elementwise, like [`map`](Device::map).
     ///
     /// # Panics
-    /// If the shapes differ.
+    /// If the shapes differ, or a tensor is not of a float type.
     pub fn zip(
         &self,
         left: View<'_>,
@@ -106,11 +106,12 @@ impl Device {
         });
     }
 
-    /// Computes each element of `out` from the elements of `inputs` in its row, which [`Expr`] can reduce: `out` has as many columns as
-    /// the inputs, or one. `operations` is the number of operations per element of `out`, for the [cost](Device::cost).
+    /// Computes each element of `out` from the elements of `inputs` in its row, which [`Expr`] can reduce. `out` is f32, bf16 or f16,
+    /// `[rows, cols]` or `[rows, 1]`. `operations` is the number of operations per element of `out`, for the [cost](Device::cost).
     ///
     /// # Panics
-    /// If the shapes do not match.
+    /// If the number of elements of an input does not match, if a tensor is not of a float type, or if an input that is not the first one
+    /// is [`RowInput::Output`].
     pub fn map_rows<const N: usize>(
         &self,
         inputs: [RowInput<'_>; N],
@@ -197,16 +198,16 @@ impl Device {
     }
 }
 
-/// An input of [`Device::map_rows`]: what its function gets for an element of a row.
+/// An input of [`Device::map_rows`], f32, bf16 or f16, read as f32.
 #[derive(Debug, Clone, Copy)]
 pub enum RowInput<'a> {
-    /// Its element in this row and column: `[rows, cols]`.
+    /// `[rows, cols]`: an element per row and column.
     Elements(View<'a>),
-    /// Its element in this column: `[cols]`.
+    /// `[cols]`: an element per column, the same for all rows.
     Columns(View<'a>),
-    /// Its element in this row: `[rows]`; 1 if it is absent.
+    /// `[rows]`: an element per row, the same for all columns; 1 if it is absent.
     Rows(Option<View<'a>>),
-    /// The earlier content of the output. Only the first input can be this.
+    /// The output's content before the call. Only the first input can be this.
     Output,
 }
 

@@ -21,7 +21,7 @@ pub(super) struct Context {
     handle: cuda::CUcontext,
     /// Name of the GPU.
     pub(super) name: String,
-    /// The compute capability, as ten times the major and the minor number.
+    /// The compute capability, as 10 * major + minor.
     capability: c_int,
     modules: Mutex<Vec<cuda::CUmodule>>,
     functions: Mutex<HashMap<String, Function>>,

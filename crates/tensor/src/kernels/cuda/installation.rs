@@ -13,7 +13,7 @@ use std::sync::{Mutex, PoisonError};
 /// Version of CUDA that a driver must support, as `cuDriverGetVersion` reports it.
 const DRIVER_VERSION_MIN: c_int = 12_040;
 
-/// Compute capability that kernels need, as ten times the major and the minor number: bf16 in tensor cores.
+/// Compute capability that kernels need, as 10 * major + minor: bf16 in tensor cores.
 const CAPABILITY_MIN: c_int = 80;
 
 /// The environment variable that names a folder in which all libraries of CUDA are looked for first.
@@ -196,10 +196,10 @@ impl CudaInstallation {
         Gpu::all(&self.driver)
     }
 
-    /// Returns the GPU of a number, which kernels can use.
+    /// Returns GPU `ordinal` and checks that kernels can use it.
     ///
     /// # Errors
-    /// If there is no such GPU, or if it is too old.
+    /// If the driver fails, if there is no such GPU, or if it is too old.
     pub fn gpu(&self, ordinal: usize) -> Result<Gpu, CudaError> {
         let mut gpus = self.gpus()?;
         if gpus.is_empty() {
@@ -238,7 +238,7 @@ pub struct CudaReport {
 pub struct Gpu {
     /// NVIDIA's name.
     pub name: String,
-    /// Compute capability, as ten times the major and the minor number.
+    /// Compute capability, as 10 * major + minor.
     pub capability: i32,
     /// Memory in bytes.
     pub memory_bytes: usize,
@@ -266,7 +266,7 @@ impl Gpu {
     fn read(driver: &DriverApi, ordinal: c_int) -> Result<Gpu, CudaError> {
         use cuda::CUdevice_attribute as attributes;
         let (mut device, mut name, mut memory_bytes) = (0, [0; 256], 0);
-        // SAFETY: each function writes a number, or as many bytes as it is told.
+        // SAFETY: each function writes one number, or at most the number of bytes that is passed.
         let capability = unsafe {
             call!(driver, cuDeviceGet(&mut device, ordinal))?;
             call!(driver, cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device))?;

@@ -1,7 +1,7 @@
 //! The backend for NVIDIA GPUs.
 //!
 //! Kernels are CUDA C++ (`sources/`), which NVRTC compiles for the GPU at hand. CUDA's libraries are loaded when a device is opened, so the
-//! program needs none of them to start. Functions of elements become source as well (`expression.rs`).
+//! program needs none of them to start. Expressions are translated to CUDA C++ and compiled when they are first issued (`expression.rs`).
 //!
 //! The host never waits for a kernel, except in downloads. A failure is recorded, and all events that are pending or recorded later fail
 //! with its cause.
