@@ -234,9 +234,10 @@ config_section! {
         loss_scale_growth_interval: u64 = 2000, within 1..;
         /// Hardware that workers compute on. `cuda` is an NVIDIA GPU for each worker, of compute capability 8.0 or later; `trireme doctor`
         /// lists the GPUs and the libraries that it needs. The worker of local rank `i` uses GPU `i` of those that `CUDA_VISIBLE_DEVICES`
-        /// shows; if it shows one, all workers of the host share it. `auto` is `cuda` if there is such a GPU, else `cpu`. `detached` is a CPU that behaves like an
-        /// accelerator: kernels run later than they are called, in an order that `seed` changes, and the host cannot read the device's
-        /// memory. It has the bits of `cpu`, is slower, and shows whether a model of your own would run on an accelerator.
+        /// shows; if it shows one, all workers of the host share it. `auto` is `cuda` if there is such a GPU, else `cpu`. `detached` is a
+        /// CPU that behaves like an accelerator: kernels run later than they are called, in an order that `seed` changes, and the host
+        /// cannot read the device's memory. It has the bits of `cpu`, is slower, and shows whether a model of your own would run on an
+        /// accelerator.
         device: DeviceName = DeviceName::Cpu;
         /// Threads per worker; 0 uses the worker's share of the cores: the cores that it has to itself, and an equal part of the cores that
         /// several workers share, within the CPU quota of its control group.

@@ -39,8 +39,8 @@ kernel_calls! {
 
         /// Computes `out[i] = x[i] + table[row_positions.at((first_row + i) % row_positions.len())]` for rows, in f32.
         ///
-        /// `x` and `out` are `[rows, cols]`, `table` is `[positions, cols]`. `first_row` is the index of the first row of `x` among the rows
-        /// of all ranks. Panics if a position is not the index of a row of the table.
+        /// `x` and `out` are `[rows, cols]`, `table` is `[positions, cols]`. `first_row` is the index of the first row of `x` among the
+        /// rows of all ranks. Panics if a position is not the index of a row of the table.
         pub(crate) fn add_positions => AddPositions {
             x: View, table: View, first_row: usize, row_positions: Positions, out: ViewMut; assert_eq!(x.shape(), out.shape());
         }
