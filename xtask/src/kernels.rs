@@ -142,7 +142,6 @@ fn page(kernels: &[Kernel], traces: &Traces) -> Result<String> {
     );
     for kernel in kernels {
         let mut tests = BTreeSet::new();
-        // GPUs refuse Rust functions.
         let is_run = |backend: &&str| *backend != "cuda" || kernel.name != RUST_FUNCTION;
         for backend in BACKENDS.into_iter().filter(is_run) {
             let found = traces.get(&(kernel.name.clone(), backend.to_owned()));

@@ -242,7 +242,7 @@ extern "C" fn cublasLtMatmulPreferenceCreate(preference: Out<'_, *mut Preference
 #[derive(Clone, Copy)]
 struct Preference([u32; 4]);
 
-/// `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`; those of B, C and D follow.
+/// `CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`. The attributes for B, C and D have the next numbers.
 const MIN_ALIGNMENT_A: u32 = 5;
 
 /// Alignment of workspaces.

@@ -37,8 +37,8 @@ use trireme_tensor::{Parameters, SimdLevel};
 pub struct TrainerOptions {
     /// Number of threads of this worker.
     pub num_threads: usize,
-    /// Number of this worker among those of its host, which chooses its GPU. `None` for its place among the ranks that the group finds on
-    /// its host.
+    /// Rank of this worker among the workers of its host, which determines its GPU. `None` stands for its place among the ranks that the
+    /// group finds on its host.
     pub local_rank: Option<usize>,
     /// The highest SIMD level that kernels may use. `None` stands for the highest level of the machine.
     pub simd_level_max: Option<SimdLevel>,

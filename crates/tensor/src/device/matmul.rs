@@ -6,7 +6,6 @@ use crate::kernels::cpu::element::Floats;
 use crate::kernels::cpu::matmul::{MatmulSizes, Matrix};
 use crate::kernels::cuda::matmul_scratch_words;
 use crate::precision::Precision;
-use crate::tensor::Tensor;
 use crate::view::{View, ViewMut};
 use trireme_base::DType;
 
@@ -58,11 +57,8 @@ impl Device {
         assert_eq!(inner, right_inner, "{:?} times {:?}", left.0.shape(), right.0.shape());
         assert_eq!([out.shape().rows(), out.shape().cols()], [rows, cols], "a product of {rows} x {cols}");
         let sizes = MatmulSizes { rows, cols, inner };
-        let mut scratch = if self.is_gpu {
-            self.activation_of([matmul_scratch_words(precision, sizes)], DType::U32)?
-        } else {
-            self.matmul_scratch(precision, sizes, &left)?
-        };
+        let num_words = self.matmul_scratch_words(precision, sizes, &left);
+        let mut scratch = self.activation_of([num_words], DType::U32)?;
         let [bias, residual] = match epilogue {
             MatmulEpilogue::Add { bias, residual } => [bias, residual],
             MatmulEpilogue::Overwrite | MatmulEpilogue::Accumulate => [None; 2],
@@ -81,23 +77,16 @@ impl Device {
         Ok(())
     }
 
-    /// Allocates scratch memory to pack the operands of a matmul on the CPU.
-    pub(super) fn matmul_scratch(
-        &self,
-        precision: Precision,
-        size: MatmulSizes,
-        left: &(View<'_>, Transposition),
-    ) -> Result<Tensor> {
-        self.activation_of([self.matmul_scratch_words(precision, size, left)], DType::U32)
-    }
-
-    /// Returns the 32-bit words of scratch memory for a matmul on the CPU.
+    /// Returns the 32-bit words of scratch memory for a matmul. The CPU packs operands in it.
     pub(super) fn matmul_scratch_words(
         &self,
         precision: Precision,
         size: MatmulSizes,
         (left, transpose): &(View<'_>, Transposition),
     ) -> usize {
+        if self.is_gpu {
+            return matmul_scratch_words(precision, size);
+        }
         let elements = Floats::empty(left.dtype());
         let left = Matrix::row_major(elements, left.shape().cols(), *transpose == Transposition::Yes);
         self.cpu.matmul_scratch(precision, size, left)

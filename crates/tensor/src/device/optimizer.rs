@@ -70,7 +70,7 @@ impl Device {
         let mut polynomial = self.activation([side, side])?;
         let mut product = self.activation([rows, cols])?;
         let num_words = if self.is_gpu {
-            let sizes = NewtonSchulzMatmuls::new(shape).sizes();
+            let sizes = NewtonSchulzMatmuls::new([rows, cols]).sizes();
             sizes.into_iter().map(|sizes| matmul_scratch_words(precision, sizes)).max().unwrap_or(0)
         } else {
             self.cpu.orthogonalize_scratch(precision, [rows, cols])

@@ -84,9 +84,10 @@ impl CudaFacts {
         } else if self.gpus.is_empty() {
             line("none", "the driver lists none; see whether CUDA_VISIBLE_DEVICES hides them".to_owned())?;
         }
-        let has_driver = of_driver.is_none();
-        for library in self.libraries.iter().filter(|_| has_driver) {
-            let LibraryFacts { name, path, version, problem } = library;
+        if of_driver.is_some() {
+            return Ok(());
+        }
+        for LibraryFacts { name, path, version, problem } in &self.libraries {
             match (problem, path, version) {
                 (Some(problem), ..) => line("", problem.clone())?,
                 (None, Some(path), Some(version)) => {

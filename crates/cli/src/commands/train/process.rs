@@ -16,7 +16,7 @@ pub(super) struct ProcessContext<'a> {
     /// This worker's share of its host.
     pub(super) share: &'a HostShare,
     pub(super) started: Instant,
-    /// Number of this worker among those of its host, if a launcher has started it.
+    /// Rank of this worker among the workers of its host, if a launcher has started it.
     pub(super) local_rank: Option<usize>,
     /// The SIMD level of this process's kernels.
     pub(super) simd_level: SimdLevel,

@@ -3,6 +3,7 @@
 use super::{kernel_calls, per_element_cost, plain_arguments};
 use crate::fp8::Fp8Scale;
 use crate::kernels::IntegerFormat;
+use crate::shape::Shape;
 use crate::view::{View, ViewMut};
 use trireme_base::Cost;
 
@@ -14,19 +15,25 @@ kernel_calls! {
         ///
         /// # Panics
         /// If `message` does not have the length that `format` determines.
-        pub fn quantize => Quantize { x: View, format: IntegerFormat, message: ViewMut }
+        pub fn quantize => Quantize { x: View, format: IntegerFormat, message: ViewMut;
+            check_message(message.num_bytes(), format, x.shape());
+        }
 
         /// Writes the values of a message to `y`, rounded to the dtype of `y`. The message has as many values as `y`.
         ///
         /// # Panics
         /// If `message` does not have the length that `format` determines.
-        pub fn dequantize => Dequantize { message: View, format: IntegerFormat, y: ViewMut }
+        pub fn dequantize => Dequantize { message: View, format: IntegerFormat, y: ViewMut;
+            check_message(message.num_bytes(), format, y.shape());
+        }
 
         /// Computes `y += x` in f32 for the values `x` of a message.
         ///
         /// # Panics
         /// If `message` does not have the length that `format` determines.
-        pub fn add_dequantized => AddDequantized { message: View, format: IntegerFormat, y: ViewMut }
+        pub fn add_dequantized => AddDequantized { message: View, format: IntegerFormat, y: ViewMut;
+            check_message(message.num_bytes(), format, y.shape());
+        }
 
         /// Computes `y = fp8(x * s) / s` for the scale `s`, elementwise, rounded to nearest even and saturated. `y` is bf16. `amax`, an
         /// f32, becomes the maximum of itself and the largest finite `|x|`. `own_amax`, an f32, is scratch memory, which is needed if the
@@ -42,6 +49,12 @@ kernel_calls! {
 }
 
 plain_arguments! { Fp8Scale, IntegerFormat }
+
+/// Panics if a message of values of this shape does not have as many bytes.
+fn check_message(num_bytes: usize, format: IntegerFormat, values: Shape) {
+    let len = values.num_elements();
+    assert_eq!(num_bytes, format.num_bytes(len), "a message of {len} elements");
+}
 
 /// Operations of a quantization to fp8 per element: two products with the scale, clamping, and the amax.
 const FP8_OPERATIONS: usize = 6;

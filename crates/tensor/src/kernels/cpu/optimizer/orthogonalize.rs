@@ -4,7 +4,6 @@ use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::{Floats, FloatsMut};
 use crate::kernels::cpu::matmul::{Epilogue, MatmulSizes, Matrix};
 use crate::precision::Precision;
-use crate::shape::Shape;
 
 /// Coefficients of an odd polynomial whose iteration moves singular values in (0, 1] close to 1, small ones quickly.
 pub(crate) const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
@@ -32,8 +31,8 @@ pub(crate) struct NewtonSchulzMatmuls {
 }
 
 impl NewtonSchulzMatmuls {
-    pub(crate) fn new(matrix: Shape) -> Self {
-        NewtonSchulzMatmuls { rows: matrix.rows(), cols: matrix.cols() }
+    pub(crate) fn new([rows, cols]: [usize; 2]) -> Self {
+        NewtonSchulzMatmuls { rows, cols }
     }
 
     pub(crate) fn is_tall(&self) -> bool {
@@ -75,7 +74,7 @@ impl NewtonSchulzMatmuls {
 impl Cpu {
     /// Returns the number of words of scratch memory in which [`Cpu::orthogonalize`] packs operands.
     pub(crate) fn orthogonalize_scratch(&self, precision: Precision, [rows, cols]: [usize; 2]) -> usize {
-        let (matmuls, none) = (NewtonSchulzMatmuls { rows, cols }, Floats::F32(&[]));
+        let (matmuls, none) = (NewtonSchulzMatmuls::new([rows, cols]), Floats::F32(&[]));
         let square = Matrix::row_major(none, matmuls.side(), false);
         let num_words = |size, left| self.matmul_scratch(precision, size, left);
         let gram = num_words(matmuls.gram(), matmuls.gram_operands(none).0);
@@ -92,7 +91,7 @@ impl Cpu {
         scratch: OrthogonalizeScratch<'_>,
     ) {
         let OrthogonalizeScratch { gram, polynomial, product, words } = scratch;
-        let matmuls = NewtonSchulzMatmuls { rows, cols };
+        let matmuls = NewtonSchulzMatmuls::new([rows, cols]);
         // Divides by the largest element first, so that squares do not overflow. If it is subnormal, its inverse may be infinite, so the
         // matrix becomes zero. The momentum of a matrix without gradients decays to such elements.
         let largest = matrix.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
