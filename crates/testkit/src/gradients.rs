@@ -158,8 +158,7 @@ impl GradientCheck<'_> {
     /// Compares the output, and the gradient of every element of every input and parameter, with the reference and its central differences.
     /// Checks that the bits do not depend on whether backward runs as two separate halves, on the number of threads, on whether an
     /// operation may overwrite its inputs, or on whether the processor is detached. Checks that gradients of parameters can be written, or
-    /// added to other values. Compares a GPU with the reference as well, unless the operation is a Rust
-    /// function.
+    /// added to other values. Compares a GPU with the reference as well, unless the operation is a Rust function.
     ///
     /// # Panics
     /// If a value differs by more than the rounding of the precision explains, or if bits differ.

@@ -31,10 +31,10 @@ pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
 /// The GPU of a worker.
 #[derive(Debug, Clone)]
 pub struct LocalGpu {
+    /// Number of the GPU among those that are visible to this process.
+    pub ordinal: usize,
     /// The GPU.
     pub gpu: Gpu,
-    /// Number of workers of this host that use it, as far as this process can see.
-    pub num_sharing: usize,
 }
 
 /// Returns the GPU of each of `num_workers` workers of this host; none if workers do not compute on GPUs.
@@ -46,10 +46,9 @@ pub fn local_gpus(config: &Config, num_workers: usize) -> Result<Vec<LocalGpu>, 
         return Ok(Vec::new());
     }
     let cuda = CudaInstallation::from_environment()?;
-    let num_sharing = if cuda.gpus()?.len() == 1 { num_workers } else { 1 };
     let of_worker = |worker| {
-        let gpu = cuda.gpu(gpu_ordinal(cuda, worker)?)?;
-        Ok(LocalGpu { gpu, num_sharing })
+        let ordinal = gpu_ordinal(cuda, worker)?;
+        Ok(LocalGpu { ordinal, gpu: cuda.gpu(ordinal)? })
     };
     (0..num_workers).map(of_worker).collect()
 }

@@ -2,6 +2,7 @@
 
 use super::planned_run::Workers;
 use crate::host::{MemoryLimit, Pages};
+use crate::launch::{WorkerEnvironment, is_under_launcher};
 use trireme_base::Bytes;
 use trireme_planner::MemoryBounds;
 use trireme_tensor::CudaError;
@@ -35,15 +36,22 @@ pub(super) fn bounds(config: &Config, workers: Workers<'_>) -> MemoryBounds {
     }
 }
 
-/// Returns the memory that the GPU of a worker has for a step: a part of it if all workers of the host share the only one. Unlimited if
-/// workers have no GPUs, or if this machine is not the one that trains; 0 if there are fewer GPUs than workers.
+/// Returns the memory that the GPU of a worker has for a step: a part of it if all workers of the host share the only one. Another launcher
+/// may show each worker a GPU of its own, so its workers are assumed not to share. Unlimited if workers have no GPUs, or if this machine is
+/// not the one that trains; 0 if there are fewer GPUs than workers.
 fn gpu_bytes(config: &Config, workers: Workers<'_>) -> usize {
     let gpus = match local_gpus(config, workers.local_world_size) {
         Ok(gpus) => gpus,
         Err(CudaError::NoSuchGpu { .. }) => return 0,
         Err(_) => Vec::new(),
     };
-    let counted = |gpu: &LocalGpu| gpu.gpu.memory_bytes / gpu.num_sharing / (GAP_DIVISOR + 1) * GAP_DIVISOR;
+    let is_of_other_launcher =
+        matches!(WorkerEnvironment::of_this_process(), Ok(Some(_))) && !is_under_launcher();
+    let counted = |LocalGpu { ordinal, gpu }: &LocalGpu| {
+        let num_workers = gpus.iter().filter(|other| other.ordinal == *ordinal).count();
+        let num_sharing = if is_of_other_launcher { 1 } else { num_workers };
+        gpu.memory_bytes / num_sharing / (GAP_DIVISOR + 1) * GAP_DIVISOR
+    };
     gpus.iter().map(counted).min().unwrap_or(usize::MAX)
 }
 

@@ -27,6 +27,14 @@ fn a_gpu_that_cannot_be_used_is_refused_in_one_message() {
         command.env(variable, value);
         assert_contains(&Running::start(command).end().refused(), &[expected]);
     }
+    // Workers that this command starts share the only GPU.
+    let with_memory = |arguments: &str| {
+        let mut command = with_cuda(&fixture, arguments)?;
+        command.env("FAKE_CUDA_MEMORY", "1");
+        Some(command)
+    };
+    let Some(two) = with_memory(&DRY_RUN.replace("--workers 1", "--workers 2")) else { return };
+    assert_contains(&Running::start(two).end().refused(), &["more than its limit of 496.47KiB"]);
     let Some(mut four) = with_cuda(&fixture, &DRY_RUN.replace("--workers 1", "--workers 4")) else { return };
     four.env("FAKE_CUDA_GPUS", "2");
     let error = Running::start(four).end().refused();
