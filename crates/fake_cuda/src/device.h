@@ -44,7 +44,7 @@ extern "C" void fake_switch(const FakeThread* thread) {
 #define __restrict__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 // Blocks run one after another.
 #define __shared__ static
 #define DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(fake_runtime->dynamic_shared())
@@ -113,6 +113,78 @@ inline int __all_sync(unsigned mask, int predicate) {
     return __ballot_sync(mask, predicate) == mask;
 }
 
+// The value of an element of 16 bits.
+inline float fake_bf16(uint16_t bits) {
+    uint32_t word = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &word, sizeof value);
+    return value;
+}
+
+inline float fake_f16(uint16_t bits) {
+    int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                    : exponent == 0  ? std::ldexp(float(mantissa), -24)
+                                     : std::ldexp(float(mantissa + 1024), exponent - 25);
+    return bits >> 15 ? -magnitude : magnitude;
+}
+
+// Matrices as lanes hold them in `mma.sync.m16n8k16`: element `i` of a lane's operands, two per register.
+template <float (*value)(uint16_t)> void fake_mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    struct Operands {
+        uint16_t a[8], b[4];
+    } own;
+    std::memcpy(own.a, a, sizeof a);
+    std::memcpy(own.b, b, sizeof b);
+    const Operands* all = static_cast<const Operands*>(fake_runtime->exchange(0xffffffffu, &own, sizeof own));
+    unsigned lane = fake_lane();
+    for (int element = 0; element < 4; ++element) {
+        unsigned row = lane / 4 + element / 2 * 8, col = lane % 4 * 2 + element % 2;
+        for (unsigned term = 0; term < 16; ++term) {
+            const Operands &left = all[row % 8 * 4 + term % 8 / 2], &right = all[col * 4 + term % 8 / 2];
+            float product = value(left.a[term / 8 * 4 + row / 8 * 2 + term % 2]) * value(right.b[term / 8 * 2 + term % 2]);
+            d[element] += product;
+        }
+    }
+}
+
+inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    fake_mma<fake_bf16>(d, a, b);
+}
+
+inline void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    fake_mma<fake_f16>(d, a, b);
+}
+
+// `ldmatrix.sync.m8n8.x4`: the addresses of rows are multiples of 16 bytes.
+inline void fake_ldmatrix_x4(uint32_t (&words)[4], const void* row, bool is_transposed) {
+    if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
+        __trap();
+    }
+    struct Row {
+        uint16_t elements[8];
+    } own;
+    std::memcpy(&own, row, sizeof own);
+    const Row* all = static_cast<const Row*>(fake_runtime->exchange(0xffffffffu, &own, sizeof own));
+    unsigned lane = fake_lane();
+    for (unsigned matrix = 0; matrix < 4; ++matrix) {
+        uint16_t pair[2];
+        for (unsigned i = 0; i < 2; ++i) {
+            unsigned place = lane % 4 * 2 + i;
+            pair[i] = is_transposed ? all[matrix * 8 + place].elements[lane / 4] : all[matrix * 8 + lane / 4].elements[place];
+        }
+        std::memcpy(&words[matrix], pair, sizeof pair);
+    }
+}
+
+inline void ldmatrix_x4(uint32_t (&words)[4], const void* row) {
+    fake_ldmatrix_x4(words, row, false);
+}
+
+inline void ldmatrix_x4_trans(uint32_t (&words)[4], const void* row) {
+    fake_ldmatrix_x4(words, row, true);
+}
+
 template <class T> T atomicAdd(T* address, T value) {
     static_assert(T(0.5) == T(0), "sums of floats depend on the order of threads");
     T old = *address;
@@ -167,6 +239,9 @@ inline long long __double_as_longlong(double value) {
 }
 inline int __popc(unsigned value) {
     return __builtin_popcount(value);
+}
+inline int __popcll(unsigned long long value) {
+    return __builtin_popcountll(value);
 }
 inline int __clz(int value) {
     return value == 0 ? 32 : __builtin_clz(unsigned(value));

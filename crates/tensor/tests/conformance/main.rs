@@ -3,6 +3,7 @@
 //! All backends must give the same bits: only shapes determine the order in which a kernel computes. On a GPU, that holds for kernels
 //! whose sums are exact, or whose order is fixed by their definition; other results are compared by bounds.
 
+mod attention;
 mod copies;
 mod fp8;
 mod generation;

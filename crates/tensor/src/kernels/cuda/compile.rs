@@ -11,7 +11,12 @@ use std::thread::Builder;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The headers that sources include.
-const HEADERS: [(&str, &str); 1] = [("common.cuh", include_str!("sources/common.cuh"))];
+const HEADERS: [(&str, &str); 4] = [
+    ("attention.cuh", include_str!("sources/attention.cuh")),
+    ("common.cuh", include_str!("sources/common.cuh")),
+    ("grouped.cuh", include_str!("sources/grouped.cuh")),
+    ("mma.cuh", include_str!("sources/mma.cuh")),
+];
 
 /// The sources of all kernels, which are compiled in parallel.
 const SOURCES: &[(&str, &str)] = &[
@@ -25,6 +30,9 @@ const SOURCES: &[(&str, &str)] = &[
     ("quantized.cu", include_str!("sources/quantized.cu")),
     ("sums.cu", include_str!("sources/sums.cu")),
 ];
+
+/// The name of sources that are generated for a call.
+const GENERATED: &str = "generated.cu";
 
 /// Returns the machine code of all sources for a compute capability, from the cache or from NVRTC.
 pub(super) fn compile_all(
@@ -53,7 +61,7 @@ pub(super) fn compile_generated(
     source: &str,
     capability: i32,
 ) -> Result<Vec<u8>, CudaError> {
-    cached(installation, ("expression.cu", source), &architecture_of(capability))
+    cached(installation, (GENERATED, source), &architecture_of(capability))
 }
 
 /// Returns NVRTC's name of a compute capability. The suffix allows features of one generation only, such as the tensor cores of Hopper.
@@ -169,6 +177,7 @@ fn compile(
 #[cfg(test)]
 mod tests {
     use super::super::expression::generate;
+    use super::super::launch::instance;
     use super::*;
     use crate::CudaFolders;
     use crate::kernels::call::{ExpressionCall, ExpressionInput, Operands};
@@ -237,7 +246,7 @@ mod tests {
             let source = generate(&call);
             for capability in CAPABILITIES {
                 let architecture = architecture_of(capability);
-                let (_, log) = compile(installation, ("expression.cu", &source), &architecture, &[]).unwrap();
+                let (_, log) = compile(installation, (GENERATED, &source), &architecture, &[]).unwrap();
                 assert_eq!(log, "", "{source}");
             }
         }
@@ -260,27 +269,59 @@ mod tests {
         Some((installation, temporary))
     }
 
+    /// Returns the sources of kernels with the parameters that need the most registers, and with common ones.
+    fn instances() -> impl Iterator<Item = String> {
+        let attention = |kernel, [from, to]: [&'static str; 2], dims: [&'static str; 2]| {
+            instance("attention.cuh", kernel, [from, to, dims[0], dims[1]]).1
+        };
+        let of_dtypes = ["f32", "bf16", "f16"].map(|dtype| ([dtype; 2], ["64"; 2]));
+        let of_dims = [["128"; 2], ["192", "128"], ["256"; 2]].map(|dims| (["bf16", "f32"], dims));
+        let attention = of_dtypes.into_iter().chain(of_dims).flat_map(move |(dtypes, dims)| {
+            let of_both = ["attention_backward_keys_values"];
+            let of_each = ["attention_backward_keys", "attention_backward_values"];
+            let is_split = matches!(dims, ["192" | "256", _]);
+            let kernels = if is_split { &of_each[..] } else { &of_both[..] };
+            let kernels = ["attention", "attention_backward_queries"].iter().chain(kernels);
+            kernels.map(move |kernel| attention(*kernel, dtypes, dims)).collect::<Vec<_>>()
+        });
+        let grouped = ["f32", "bf16", "f16"].into_iter().flat_map(|dtype| {
+            let matmuls = ["false", "true"].map(|is_transposed| [dtype, is_transposed]);
+            let matmuls = matmuls.map(|parameters| ("grouped_matmul", parameters));
+            let transposed = ["1", "5"].map(|height| ("grouped_transposed_matmul", [dtype, height]));
+            matmuls.into_iter().chain(transposed)
+        });
+        attention.chain(grouped.map(|(kernel, parameters)| instance("grouped.cuh", kernel, parameters).1))
+    }
+
     /// Returns a line per kernel: its registers for each capability. Asserts that the compiler says nothing else.
     fn table(installation: &CudaInstallation) -> String {
         let mut registers: BTreeMap<String, Vec<String>> = BTreeMap::new();
-        for capability in CAPABILITIES {
-            for &source in SOURCES {
-                let architecture = architecture_of(capability);
-                let verbose = &["--ptxas-options=-v"];
-                let (_, log) = compile(installation, source, &architecture, verbose).unwrap();
-                let mut kernel = "";
-                for line in log.lines() {
-                    assert!(line.starts_with("ptxas"), "{}: {line}", source.0);
-                    assert!(!line.contains("warning"), "{}: {line}", source.0);
-                    if let Some((_, rest)) = line.split_once("entry function '") {
-                        kernel = rest.split('\'').next().unwrap();
-                    } else if line.contains("spill") {
-                        assert!(line.contains(" 0 bytes spill stores"), "{kernel}: {line}");
-                    } else if let Some((_, rest)) = line.split_once("Used ") {
-                        let num = rest.split(' ').next().unwrap().to_owned();
-                        registers.entry(kernel.to_owned()).or_default().push(num);
-                    }
-                }
+        let instances: Vec<String> = instances().collect();
+        let instances = instances.iter().map(|source| (GENERATED, &**source));
+        let sources: Vec<_> = SOURCES.iter().copied().chain(instances).collect();
+        let mut kernel = "";
+        let logs = std::thread::scope(|scope| {
+            let threads = CAPABILITIES.map(|capability| {
+                let sources = &sources;
+                scope.spawn(move || -> Vec<String> {
+                    let verbose = &["--ptxas-options=-v"];
+                    let architecture = architecture_of(capability);
+                    let log = |&source| compile(installation, source, &architecture, verbose).unwrap().1;
+                    sources.iter().map(log).collect()
+                })
+            });
+            threads.map(|thread| thread.join().unwrap())
+        });
+        for line in logs.iter().flatten().flat_map(|log| log.lines()) {
+            assert!(line.starts_with("ptxas"), "{line}");
+            assert!(!line.contains("warning"), "{line}");
+            if let Some((_, rest)) = line.split_once("entry function '") {
+                kernel = rest.split('\'').next().unwrap();
+            } else if line.contains("spill") {
+                assert!(line.contains(" 0 bytes spill stores"), "{kernel}: {line}");
+            } else if let Some((_, rest)) = line.split_once("Used ") {
+                let num = rest.split(' ').next().unwrap().to_owned();
+                registers.entry(kernel.to_owned()).or_default().push(num);
             }
         }
         let head = CAPABILITIES.map(architecture_of).join(" ");

@@ -1,5 +1,5 @@
 use super::super::Cuda;
-use super::super::launch::{Argument, Words, pair};
+use super::super::launch::{Argument, Launch, Words, pair};
 use crate::kernels::call::AttentionCall;
 use crate::kernels::{
     AttentionInputs, AttentionOutput, AttentionScope, AttentionShape, LatentHeadShape, Operand, OperandMut,
@@ -7,8 +7,20 @@ use crate::kernels::{
 use crate::shape::Shape;
 use trireme_base::DType;
 
-/// Largest dim of heads that the kernels have columns for; `DIM_MAX` in `sources/attention.cu`.
-const DIM_MAX: usize = 256;
+/// Rows of queries or of keys that a block has; `BLOCK_ROWS` in `sources/attention.cuh`.
+const BLOCK_ROWS: usize = 128;
+
+/// Dims of heads are rounded up to a multiple of this, so that few kernels are compiled.
+const DIM_STEP: usize = 32;
+
+/// Largest sum of both dims of heads whose tiles fit into shared memory.
+const DIMS_MAX: usize = 704;
+
+/// Largest bytes of a row of a key and its value for which a kernel has registers for the gradients of both.
+const BYTES_OF_BOTH_MAX: usize = 512;
+
+/// Arrays whose rows begin at multiples of this many bytes are read by as many bytes at a time; `Chunk` in `sources/mma.cuh`.
+const CHUNK_BYTES: usize = 16;
 
 /// Arrays of queries, keys and values, as addresses, and the layout of their rows.
 struct Arrays {
@@ -43,15 +55,25 @@ impl Arrays {
             rows_per_sequence: shape.num_keys,
         }
     }
+
+    /// Returns whether all rows of heads begin at multiples of a chunk, for elements of `size` bytes.
+    fn has_chunks(&self, shape: AttentionShape, size: usize) -> bool {
+        let dims = [shape.head_dim, shape.value_dim];
+        let strides = [self.query_stride, self.key_stride, self.value_stride];
+        let bytes = dims.into_iter().chain(strides).map(|num| num * size);
+        bytes.chain([self.queries, self.keys, self.values]).all(|bytes| bytes.is_multiple_of(CHUNK_BYTES))
+    }
 }
 
-/// `Attention` of `sources/attention.cu`.
+/// `Attention` of `sources/attention.cuh`.
 struct Sizes<'a> {
     shape: AttentionShape,
     scope: AttentionScope,
     arrays: &'a Arrays,
     padding_starts: Option<Operand>,
     document_starts: Option<Operand>,
+    /// Whether kernels may read the arrays by chunks.
+    has_chunks: bool,
 }
 
 impl Argument for Sizes<'_> {
@@ -59,16 +81,21 @@ impl Argument for Sizes<'_> {
         let Sizes { shape, scope, arrays, .. } = self;
         let AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, value_dim, num_keys } =
             *shape;
-        assert!(head_dim <= DIM_MAX && value_dim <= DIM_MAX, "heads of {head_dim} and {value_dim}");
+        let num_rows = seq_len * (num_heads / num_kv_heads);
+        assert!(
+            num_rows.max(num_keys) < u32::MAX as usize,
+            "sequences of {seq_len} and {num_keys} positions"
+        );
         let sizes = [batch, seq_len, num_heads, num_kv_heads, head_dim, value_dim, num_keys].append(to);
         let Arrays { query_stride, key_stride, value_stride, rows_per_sequence, .. } = **arrays;
         let strides = [query_stride, key_stride, value_stride, rows_per_sequence].append(to);
         let mask = [usize::from(scope.rule.is_causal), scope.rule.window.unwrap_or(0)].append(to);
         let positions = scope.queries.append(to) + scope.keys.append(to);
         let starts = self.padding_starts.append(to) + self.document_starts.append(to);
+        let alignment = usize::from(self.has_chunks).append(to);
         let [scale, soft_cap] = [scope.rule.scale, scope.rule.soft_cap.unwrap_or(0.0)].map(f32::to_bits);
         let scales = pair(scale, soft_cap).append(to);
-        sizes + strides + mask + positions + starts + scales
+        sizes + strides + mask + positions + starts + alignment + scales
     }
 }
 
@@ -190,11 +217,21 @@ impl Cuda {
         has_earlier_keys: bool,
     ) {
         let AttentionInputs { queries, padding_starts, document_starts, .. } = *inputs;
-        let ([y, log_sums], dtypes) = (results, [queries.dtype(), results[0].dtype()]);
-        let sizes = Sizes { shape, scope, arrays, padding_starts, document_starts };
-        let launch = self.kernel("attention", &dtypes).arg(sizes);
+        let [y, log_sums] = results;
+        let size = queries.dtype().size();
+        let has_chunks = arrays.has_chunks(shape, size);
+        let sizes = Sizes { shape, scope, arrays, padding_starts, document_starts, has_chunks };
+        let launch = self.of_dims("attention", [queries.dtype(), y.dtype()], shape).arg(sizes);
         let launch = launch.arg(arrays.queries).arg(arrays.keys).arg(arrays.values).arg(y).arg(log_sums);
-        launch.arg(has_earlier_keys).over_warps(shape.rows() * shape.num_heads);
+        launch.arg(has_earlier_keys).over_rows(num_query_blocks(shape));
+    }
+
+    /// Begins a launch of a kernel that is compiled for the dims of the heads.
+    fn of_dims(&self, kernel: &str, [from, to]: [DType; 2], shape: AttentionShape) -> Launch<'_> {
+        let [dim, value_dim] = [shape.head_dim, shape.value_dim].map(|dim| dim.next_multiple_of(DIM_STEP));
+        assert!(dim + value_dim <= DIMS_MAX, "heads of {} and {}", shape.head_dim, shape.value_dim);
+        let [dim, value_dim] = [dim, value_dim].map(|dim| dim.to_string());
+        self.instance("attention.cuh", kernel, [from.name(), to.name(), &dim, &value_dim])
     }
 
     /// Computes the gradients of queries, and of keys and values if they are separate; otherwise, one array has all of them.
@@ -212,23 +249,39 @@ impl Cuda {
         let d_queries = d_queries.expect("the gradient of queries is always computed");
         let (arrays, to) =
             (Arrays::new(queries, keys_values, shape), Arrays::new(d_queries, d_keys_values, shape));
-        let sizes = || Sizes { shape, scope, arrays: &arrays, padding_starts, document_starts };
-        let dtypes = [queries.dtype(), d_queries.dtype()];
+        let size = queries.dtype().size();
+        let has_chunks =
+            arrays.has_chunks(shape, size) && output.dy.addresses().start.is_multiple_of(CHUNK_BYTES);
+        let sizes = || Sizes { shape, scope, arrays: &arrays, padding_starts, document_starts, has_chunks };
         let num_queries = shape.rows() * shape.num_heads;
         let num_bytes = num_queries * size_of::<f32>();
         let deltas = scratch.as_operand().part(0..num_bytes, (Shape::from([num_queries]), DType::F32));
-        let launch = self.kernel("attention_deltas", &[queries.dtype()]).arg(sizes());
-        launch.arg(output.y).arg(output.dy).arg(deltas).over_elements(deltas.shape());
+        let launch = self.kernel("attention_deltas", &[queries.dtype()]).arg(output.y).arg(output.dy);
+        let launch = launch.arg(shape.seq_len).arg(shape.num_heads).arg(shape.value_dim);
+        launch.arg(deltas).over_warps(num_queries);
         let launch = |name: &str| {
-            let launch = self.kernel(name, &dtypes).arg(sizes());
+            let launch = self.of_dims(name, [queries.dtype(), d_queries.dtype()], shape).arg(sizes());
             let launch = launch.arg(arrays.queries).arg(arrays.keys).arg(arrays.values);
             launch.arg(output.dy).arg(output.log_sums).arg(deltas)
         };
-        launch("attention_backward_queries").arg(to.queries).arg(accumulate).over_warps(num_queries);
-        let num_keys = shape.batch * shape.num_kv_heads * shape.num_keys;
-        let launch = launch("attention_backward_keys").arg(to.keys).arg(to.values);
-        launch.arg(accumulate).over_warps(num_keys);
+        let of_queries = launch("attention_backward_queries").arg(to.queries).arg(accumulate);
+        of_queries.over_rows(num_query_blocks(shape));
+        let names: &[&str] = if (shape.head_dim + shape.value_dim) * size <= BYTES_OF_BOTH_MAX {
+            &["attention_backward_keys_values"]
+        } else {
+            &["attention_backward_keys", "attention_backward_values"]
+        };
+        let num_blocks = shape.batch * shape.num_kv_heads * shape.num_keys.div_ceil(BLOCK_ROWS);
+        for name in names {
+            launch(name).arg(to.keys).arg(to.values).arg(accumulate).over_rows(num_blocks);
+        }
     }
+}
+
+/// Returns the number of blocks that have the queries of all heads as their rows.
+fn num_query_blocks(shape: AttentionShape) -> usize {
+    let rows_per_group = shape.seq_len * (shape.num_heads / shape.num_kv_heads);
+    shape.batch * shape.num_kv_heads * rows_per_group.div_ceil(BLOCK_ROWS)
 }
 
 /// Returns the number of f32 elements of scratch memory that attention needs: in backward, one per query of each head.

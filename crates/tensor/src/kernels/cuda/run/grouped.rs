@@ -2,16 +2,18 @@ use super::super::Cuda;
 use super::super::launch::{Argument, Words};
 use crate::kernels::Operand;
 use crate::kernels::call::GroupedCall;
-use crate::precision::Precision;
 use trireme_base::DType;
 
-/// Rows and columns of a block's tile; `TILE` in `sources/grouped.cu`.
-const TILE: usize = 64;
+/// Rows of a block's tile; `TILE_ROWS` in `sources/grouped.cuh`.
+const TILE_ROWS: usize = 128;
 
-/// Largest height of the tree in which products of parts are added; `HEIGHT_MAX` in `sources/grouped.cu`.
-const HEIGHT_MAX: u32 = 16;
+/// Columns of a block's tile; `TILE_COLS` in `sources/grouped.cuh`.
+const TILE_COLS: usize = 64;
 
-/// `FloatDType` of `sources/grouped.cu`.
+/// The header of the kernels of matmuls.
+const HEADER: &str = "grouped.cuh";
+
+/// `FloatDType` of `sources/grouped.cuh`.
 fn dtype_code(dtype: DType) -> u32 {
     match dtype {
         DType::F32 => 0,
@@ -21,18 +23,12 @@ fn dtype_code(dtype: DType) -> u32 {
     }
 }
 
-/// `Floats` of `sources/grouped.cu`.
+/// `Floats` of `sources/grouped.cuh`.
 struct Floats(Operand);
 
 impl Argument for Floats {
     fn append(&self, to: &mut Words) -> usize {
         self.0.append(to) + u64::from(dtype_code(self.0.dtype())).append(to)
-    }
-}
-
-impl Argument for Precision {
-    fn append(&self, to: &mut Words) -> usize {
-        dtype_code(self.dtype()).append(to)
     }
 }
 
@@ -47,12 +43,12 @@ impl Cuda {
                 let (rows, inner, cols) = (left.shape().rows(), left.shape().cols(), out.shape().cols());
                 let num_groups = starts.shape().num_elements() - 1;
                 // The last tile of each group, and of the rows of no group, may be incomplete.
-                let num_slots = rows / TILE + num_groups + 1;
-                let launch = self.kernel("grouped_matmul", &[]).arg(starts).arg(num_groups);
+                let num_slots = rows / TILE_ROWS + num_groups + 1;
+                let parameters = [precision.dtype().name(), &is_transposed.to_string()];
+                let launch = self.instance(HEADER, "grouped_matmul", parameters).arg(starts).arg(num_groups);
                 let launch = launch.arg(Floats(*left)).arg(Floats(*right)).arg(Floats(out.as_operand()));
-                let launch = launch.arg(*precision).arg(*is_transposed);
                 let launch = launch.arg(rows).arg(cols).arg(inner).arg(num_slots);
-                launch.run(num_blocks(num_slots * cols.div_ceil(TILE)));
+                launch.run(num_blocks(num_slots * cols.div_ceil(TILE_COLS)));
             }
             GroupedCall::GroupedTransposedMatmul {
                 starts,
@@ -65,13 +61,21 @@ impl Cuda {
                 ..
             } => {
                 let (inner, rows, cols) = (left.shape().rows(), left.shape().cols(), right.shape().cols());
-                assert!(num_parts.ilog2() < HEIGHT_MAX, "{num_parts} parts");
                 let num_groups = (starts.shape().num_elements() - 1) / num_parts;
-                let tiles_per_row = cols.div_ceil(TILE);
-                let tiles_per_block = tiles_per_row * rows.div_ceil(TILE);
-                let launch = self.kernel("grouped_transposed_matmul", &[]).arg(starts).arg(num_groups);
-                let launch = launch.arg(*num_parts as u32).arg(Floats(*left)).arg(Floats(*right)).arg(out);
-                let launch = launch.arg(*precision).arg(*accumulate).arg(rows).arg(cols).arg(inner);
+                let tiles_per_row = cols.div_ceil(TILE_COLS);
+                let tiles_per_block = tiles_per_row * rows.div_ceil(TILE_ROWS);
+                // The number of sums that wait for another in the tree of all parts.
+                let height = num_parts.ilog2() + 1;
+                let parameters = [precision.dtype().name(), &height.to_string()];
+                let launch = self.instance(HEADER, "grouped_transposed_matmul", parameters);
+                let launch = launch
+                    .arg(starts)
+                    .arg(num_groups)
+                    .arg(*num_parts as u32)
+                    .arg(Floats(*left))
+                    .arg(Floats(*right))
+                    .arg(out);
+                let launch = launch.arg(*accumulate).arg(rows).arg(cols).arg(inner);
                 let launch = launch.arg(tiles_per_row).arg(tiles_per_block);
                 launch.run(num_blocks(num_groups * tiles_per_block));
             }

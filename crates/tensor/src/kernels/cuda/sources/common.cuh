@@ -16,9 +16,23 @@ typedef unsigned long long u64;
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
-// Number of threads of a warp. All lanes take part in the operations below.
+// Number of threads of a warp, and its lanes as bits. All lanes take part in the operations below. HIP's masks have 64 bits for any warp.
+#ifdef __HIP_PLATFORM_AMD__
+#ifdef __GFX9__
+constexpr int WARP = 64;
+#else
 constexpr int WARP = 32;
-constexpr u32 ALL_LANES = 0xffffffffu;
+#endif
+using LaneMask = u64;
+#else
+constexpr int WARP = 32;
+using LaneMask = u32;
+#endif
+constexpr LaneMask ALL_LANES = LaneMask(~0ull);
+
+__device__ inline int num_lanes(LaneMask lanes) {
+    return __popcll(lanes);
+}
 
 // Number of threads of a block.
 constexpr int BLOCK = 256;

@@ -151,7 +151,7 @@ extern "C" __global__ void embedding_bag_backward(Bags bags, const float* dy, fl
         for (u64 first = own; first < num_ids; first += BLOCK) {
             // The warps list their matches one after the other.
             bool own_match = is_match(first + threadIdx.x);
-            u32 votes = __ballot_sync(ALL_LANES, own_match);
+            LaneMask votes = __ballot_sync(ALL_LANES, own_match);
             int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
             if (threadIdx.x == 0) {
                 num_matches = 0;
@@ -160,11 +160,11 @@ extern "C" __global__ void embedding_bag_backward(Bags bags, const float* dy, fl
             for (int turn = 0; turn < BLOCK / WARP; ++turn) {
                 if (turn == warp) {
                     if (own_match) {
-                        matches[num_matches + __popc(votes & ((1u << lane) - 1))] = threadIdx.x;
+                        matches[num_matches + num_lanes(votes & ((LaneMask(1) << lane) - 1))] = threadIdx.x;
                     }
                     __syncwarp();
                     if (lane == 0) {
-                        num_matches += __popc(votes);
+                        num_matches += num_lanes(votes);
                     }
                 }
                 __syncthreads();
