@@ -1,6 +1,8 @@
 //! Runs the threads of a block as coroutines on one thread of the host.
 
-use crate::module::Kernel;
+use crate::launch::{CompiledKernel, Index, Kernel, Launch, Thread, WARP};
+use crate::memory::DeviceMemory;
+use crate::ptx;
 use crate::random::Random;
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult, Yielder};
@@ -8,48 +10,11 @@ use std::cell::UnsafeCell;
 use std::ffi::c_void;
 use std::mem::ManuallyDrop;
 
-/// Number of threads of a warp.
-const WARP: usize = 32;
-
 /// Bytes of a thread's stack.
 const STACK_BYTES: usize = 64 << 10;
 
 /// Largest value that a lane can pass to the others.
 const EXCHANGED_BYTES_MAX: usize = 64;
-
-/// `FakeIndex` of `device.h`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Index {
-    /// Index or size of each dimension.
-    pub x: u32,
-    /// As `x`.
-    pub y: u32,
-    /// As `x`.
-    pub z: u32,
-}
-
-impl Index {
-    /// Returns the number of indices of a grid or block of this size.
-    pub fn num(self) -> u64 {
-        u64::from(self.x) * u64::from(self.y) * u64::from(self.z)
-    }
-
-    fn at(self, position: u64) -> Index {
-        let [x, y] = [u64::from(self.x), u64::from(self.y)];
-        Index { x: (position % x) as u32, y: (position / x % y) as u32, z: (position / x / y) as u32 }
-    }
-}
-
-/// `FakeThread` of `device.h`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct Thread {
-    thread: Index,
-    block: Index,
-    block_size: Index,
-    grid_size: Index,
-}
 
 /// `FakeRuntime` of `device.h`.
 #[repr(C)]
@@ -147,23 +112,6 @@ extern "C" fn trap() {
     stop(Stop::Trap);
 }
 
-/// A launch of a kernel.
-#[derive(Debug)]
-pub struct Launch {
-    /// Name of the kernel.
-    pub name: String,
-    /// The kernel.
-    pub kernel: Kernel,
-    /// Number of blocks.
-    pub grid: Index,
-    /// Number of threads of a block.
-    pub block: Index,
-    /// Bytes of dynamic shared memory.
-    pub shared_bytes: usize,
-    /// The arguments, each in memory of its own, aligned to 16 bytes.
-    pub arguments: Vec<Vec<u128>>,
-}
-
 /// Stacks and values that are used again.
 #[derive(Default)]
 pub(crate) struct Blocks {
@@ -175,7 +123,12 @@ type Fiber = Coroutine<(), Stop, (), DefaultStack>;
 impl Blocks {
     /// Runs all blocks of a launch, in random order. Returns a description of the failure if a thread traps, or if threads wait for
     /// others that never come.
-    pub(crate) fn run(&mut self, launch: &Launch, random: &mut Random) -> Result<(), String> {
+    pub(crate) fn run(
+        &mut self,
+        launch: &Launch,
+        memory: &DeviceMemory,
+        random: &mut Random,
+    ) -> Result<(), String> {
         let arguments: Vec<*const c_void> =
             launch.arguments.iter().map(|argument| argument.as_ptr().cast()).collect();
         let mut shared = vec![0_u128; launch.shared_bytes.div_ceil(16)];
@@ -185,15 +138,25 @@ impl Blocks {
         let is_reversed = random.below(2) == 1;
         for position in 0..num_blocks {
             let position = if is_reversed { num_blocks - 1 - position } else { position };
-            shared.fill(u128::MAX);
             let block = launch.grid.at((first + position) % num_blocks);
-            self.run_block(launch, block, &arguments, shared.as_mut_ptr().cast(), random)?;
+            match &launch.kernel {
+                Kernel::Compiled(kernel) => {
+                    shared.fill(u128::MAX);
+                    let shared = shared.as_mut_ptr().cast();
+                    self.run_block(*kernel, launch, block, &arguments, shared, random)?;
+                }
+                Kernel::Ptx(kernel) => {
+                    let has = |start, num_bytes| memory.contains(start, num_bytes);
+                    ptx::run_block(kernel, launch, block, &has, random)?;
+                }
+            }
         }
         Ok(())
     }
 
     fn run_block(
         &mut self,
+        kernel: CompiledKernel,
         launch: &Launch,
         block: Index,
         arguments: &[*const c_void],
@@ -223,8 +186,7 @@ impl Blocks {
                     continue;
                 }
                 let yielder = &raw mut yielders[position];
-                let fiber =
-                    fibers[position].get_or_insert_with(|| self.fiber(launch.kernel, arguments, yielder));
+                let fiber = fibers[position].get_or_insert_with(|| self.fiber(kernel, arguments, yielder));
                 // SAFETY: no kernel runs now, and no other thread accesses the cell.
                 unsafe {
                     *running() = Running {
@@ -234,7 +196,7 @@ impl Blocks {
                         shared,
                     };
                 }
-                (launch.kernel.switch)(&threads[position]);
+                (kernel.switch)(&threads[position]);
                 states[position] = match fiber.resume(()) {
                     CoroutineResult::Yield(Stop::Trap) => {
                         let thread = threads[position].thread;
@@ -270,7 +232,7 @@ impl Blocks {
     /// Creates a coroutine that runs a thread of the kernel. It stores its yielder in `place` when it starts.
     fn fiber(
         &mut self,
-        kernel: Kernel,
+        kernel: CompiledKernel,
         arguments: &[*const c_void],
         place: *mut *const Yielder<(), Stop>,
     ) -> Fiber {

@@ -2,6 +2,7 @@
 
 use crate::Out;
 use crate::driver::call;
+use crate::floats::{rounded, widened};
 use crate::stream::{Driver, Job};
 use cudarc::cublaslt::sys::cublasStatus_t::{self, *};
 use cudarc::driver::sys::CUresult;
@@ -13,6 +14,10 @@ const TRANSPOSE_B: u32 = 4;
 const EPILOGUE: u32 = 7;
 const BIAS_POINTER: u32 = 8;
 const EPILOGUE_BIAS: u32 = 4;
+const COMPUTE_TF32: u32 = 77;
+
+/// Milliseconds that each algorithm takes, on the driver's clock. The first is not the fastest.
+const TIMES: [u32; 3] = [3, 1, 2];
 
 /// The description of a matmul.
 #[derive(Debug, Clone, Copy, Default)]
@@ -20,6 +25,7 @@ struct Description {
     transposed: [bool; 2],
     has_bias: bool,
     bias: usize,
+    is_tf32: bool,
 }
 
 /// The layout of a matrix. Columns have a distance of `stride` elements.
@@ -95,38 +101,6 @@ impl Matrix {
     }
 }
 
-/// Returns the value of the bits of an f16.
-fn widened(bits: u16) -> f32 {
-    let (sign, exponent, fraction) = (bits >> 15, bits >> 10 & 31, f32::from(bits & 0x3ff));
-    let magnitude = match exponent {
-        0 => fraction * 2.0_f32.powi(-24),
-        31 if fraction == 0.0 => f32::INFINITY,
-        31 => f32::NAN,
-        exponent => (1024.0 + fraction) * 2.0_f32.powi(i32::from(exponent) - 25),
-    };
-    if sign == 1 { -magnitude } else { magnitude }
-}
-
-/// Returns the bits of the nearest f16: of a pair of neighbors, the one with an even fraction.
-fn rounded(value: f32) -> u16 {
-    let sign = if value.is_sign_negative() { 0x8000 } else { 0 };
-    let magnitude = value.abs();
-    if magnitude.is_nan() {
-        return sign | 0x7e00;
-    }
-    // The distance of the neighbors.
-    let exponent = (magnitude.to_bits() >> 23) as i32 - 127;
-    let step = 2.0_f32.powi(exponent.max(-14) - 10);
-    let nearest = (magnitude / step).round_ties_even() * step;
-    if nearest >= 65_520.0 {
-        return sign | 0x7c00;
-    }
-    let exponent = ((nearest.to_bits() >> 23) as i32 - 127).max(-14);
-    let fraction = (nearest / 2.0_f32.powi(exponent - 10)) as u16;
-    // The leading bit of a normal number adds 1 to the exponent.
-    sign | ((((exponent + 14) as u16) << 10) + fraction)
-}
-
 /// Reads what a pointer names.
 ///
 /// # Safety
@@ -175,10 +149,10 @@ unsafe extern "C" fn cublasLtDestroy(handle: *mut u8) -> cublasStatus_t {
 #[unsafe(no_mangle)]
 extern "C" fn cublasLtMatmulDescCreate(
     description: Out<'_, *mut Description>,
-    _compute: u32,
+    compute: u32,
     _scale: u32,
 ) -> cublasStatus_t {
-    create(description, Description::default())
+    create(description, Description { is_tf32: compute == COMPUTE_TF32, ..Description::default() })
 }
 
 #[unsafe(no_mangle)]
@@ -293,16 +267,47 @@ unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     _c: *const Layout,
     _d: *const Layout,
     preference: *const Preference,
-    _num_requested: c_int,
-    results: Out<'_, HeuristicResult>,
+    num_requested: c_int,
+    results: *mut HeuristicResult,
     num_results: Out<'_, c_int>,
 ) -> cublasStatus_t {
-    // SAFETY: the caller passes a preference.
-    let alignments = unsafe { (*preference).0 };
-    let mut algorithm = [0; 8];
-    algorithm.iter_mut().zip(alignments).for_each(|(word, alignment)| *word = u64::from(alignment));
-    results.write(HeuristicResult { algorithm, workspace_bytes: 0, state: 0, waves: 1.0, reserved: [0; 4] });
-    num_results.write(1);
+    let num = TIMES.len().min(num_requested as usize);
+    for index in 0..num {
+        // SAFETY: the caller passes a preference, and as much room as it has asked for.
+        unsafe {
+            let [a, b, c, d] = (*preference).0.map(u64::from);
+            let algorithm = [a, b, c, d, index as u64, 0, 0, 0];
+            results.add(index).write(HeuristicResult::new(algorithm));
+        }
+    }
+    num_results.write(num as c_int);
+    CUBLAS_STATUS_SUCCESS
+}
+
+impl HeuristicResult {
+    fn new(algorithm: [u64; 8]) -> Self {
+        HeuristicResult { algorithm, workspace_bytes: 0, state: 0, waves: 1.0, reserved: [0; 4] }
+    }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cublasLtMatmulAlgoCheck(
+    _handle: *mut u8,
+    _description: *const Description,
+    _a: *const Layout,
+    _b: *const Layout,
+    _c: *const Layout,
+    _d: *const Layout,
+    algorithm: *const [u64; 8],
+    result: Out<'_, HeuristicResult>,
+) -> cublasStatus_t {
+    // SAFETY: the caller passes the bytes of an algorithm.
+    let algorithm = unsafe { *algorithm };
+    let are_alignments = algorithm[..4].iter().all(|word| word.is_power_of_two() && *word <= 256);
+    if !are_alignments || algorithm[4] >= TIMES.len() as u64 {
+        return CUBLAS_STATUS_INVALID_VALUE;
+    }
+    result.write(HeuristicResult::new(algorithm));
     CUBLAS_STATUS_SUCCESS
 }
 
@@ -329,10 +334,10 @@ unsafe extern "C" fn cublasLtMatmul(
     let (description, factors, layouts) =
         unsafe { (*description, [*alpha, *beta], [*a_layout, *b_layout, *c_layout, *d_layout]) };
     // SAFETY: the caller passes an algorithm of the heuristic.
-    let alignments = unsafe { *algorithm };
+    let algorithm = unsafe { *algorithm };
     let is_aligned = [a, b, c, d]
         .iter()
-        .zip(alignments)
+        .zip(algorithm)
         .all(|(&start, alignment)| (start as u64).is_multiple_of(alignment))
         && workspace.is_multiple_of(WORKSPACE_ALIGNMENT)
         && (!description.has_bias || description.bias.is_multiple_of(BIAS_ALIGNMENT));
@@ -343,7 +348,8 @@ unsafe extern "C" fn cublasLtMatmul(
     let [a_transposed, b_transposed] = description.transposed;
     let [a, b] = [matrix(a, layouts[0], a_transposed), matrix(b, layouts[1], b_transposed)];
     let [c, d] = [matrix(c, layouts[2], false), matrix(d, layouts[3], false)];
-    status(call(|driver| multiply(driver, description, factors, [a, b, c, d], stream)))
+    let milliseconds = TIMES[algorithm[4] as usize];
+    status(call(|driver| multiply(driver, description, factors, [a, b, c, d], (stream, milliseconds))))
 }
 
 /// Checks a matmul and issues it.
@@ -352,7 +358,7 @@ fn multiply(
     description: Description,
     [alpha, beta]: [f32; 2],
     [a, b, c, d]: [Matrix; 4],
-    stream: u64,
+    (stream, milliseconds): (u64, u32),
 ) -> Result<(), CUresult> {
     let (rows, inner) = a.layout.sizes(a.is_transposed);
     let (b_inner, cols) = b.layout.sizes(b.is_transposed);
@@ -368,25 +374,32 @@ fn multiply(
     if !fits {
         return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
     }
+    // TF32 has 10 bits of fraction.
+    let factor =
+        move |value: f32| if description.is_tf32 { f32::from_bits(value.to_bits() & !0x1fff) } else { value };
     driver.push(
         stream,
-        Job::Run(Box::new(move || {
-            for col in 0..cols {
-                for row in 0..rows {
-                    // SAFETY: jobs run while device memory is accessible, and the matrices were checked above.
-                    unsafe {
-                        let products = (0..inner).map(|at| a.get(row, at) * b.get(at, col));
-                        let mut value = alpha * products.sum::<f32>();
-                        if beta != 0.0 {
-                            value += beta * c.get(row, col);
+        Job::Run(
+            Box::new(move || {
+                for col in 0..cols {
+                    for row in 0..rows {
+                        // SAFETY: jobs run while device memory is accessible, and the matrices were checked above.
+                        unsafe {
+                            let products =
+                                (0..inner).map(|at| factor(a.get(row, at)) * factor(b.get(at, col)));
+                            let mut value = alpha * products.sum::<f32>();
+                            if beta != 0.0 {
+                                value += beta * c.get(row, col);
+                            }
+                            if description.has_bias {
+                                value += (description.bias as *const f32).add(row).read();
+                            }
+                            d.set(row, col, value);
                         }
-                        if description.has_bias {
-                            value += (description.bias as *const f32).add(row).read();
-                        }
-                        d.set(row, col, value);
                     }
                 }
-            }
-        })),
+            }),
+            milliseconds,
+        ),
     )
 }

@@ -1,8 +1,8 @@
 //! The functions of the driver.
 
 use crate::Out;
-use crate::block::{Index, Launch};
 use crate::gpu::{GRID_YZ_MAX, SHARED_BYTES, THREADS_PER_BLOCK_MAX};
+use crate::launch::{Index, Launch};
 use crate::memory::GRANULARITY;
 use crate::module::{Module, image_bytes};
 use crate::stream::{Driver, Job};
@@ -11,6 +11,9 @@ use cudarc::driver::sys::CUresult::{self, *};
 use cudarc::driver::sys::{CUmemAccessDesc, CUmemAllocationProp};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// `CU_EVENT_DISABLE_TIMING`.
+const DISABLE_TIMING: c_uint = 2;
 
 fn driver() -> MutexGuard<'static, Driver> {
     static DRIVER: OnceLock<Mutex<Driver>> = OnceLock::new();
@@ -252,9 +255,9 @@ unsafe extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) 
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuEventCreate(event: Out<'_, u64>, _flags: c_uint) -> CUresult {
+unsafe extern "C" fn cuEventCreate(event: Out<'_, u64>, flags: c_uint) -> CUresult {
     call_in_context(|driver| {
-        event.write(driver.create_event());
+        event.write(driver.create_event(flags & DISABLE_TIMING == 0));
         Ok(())
     })
 }
@@ -275,6 +278,60 @@ unsafe extern "C" fn cuEventSynchronize(event: u64) -> CUresult {
 }
 
 #[unsafe(no_mangle)]
+extern "C" fn cuEventElapsedTime(milliseconds: Out<'_, f32>, start: u64, end: u64) -> CUresult {
+    call_in_context(|driver| {
+        milliseconds.write(driver.elapsed(start, end)?);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemHostRegister_v2(start: usize, num_bytes: usize, _flags: c_uint) -> CUresult {
+    call_in_context(|driver| {
+        let end = start + num_bytes;
+        let overlaps = driver.pinned.iter().any(|(&other, &len)| other < end && start < other + len);
+        check(!overlaps && num_bytes > 0)?;
+        driver.pinned.insert(start, num_bytes);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemHostUnregister(start: usize) -> CUresult {
+    call_in_context(|driver| check(driver.pinned.remove(&start).is_some()))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemAlloc_v2(start: Out<'_, u64>, num_bytes: usize) -> CUresult {
+    call_in_context(|driver| {
+        let num_bytes = num_bytes.next_multiple_of(GRANULARITY);
+        if driver.memory.used_bytes() + num_bytes > driver.gpu.memory_bytes {
+            return Err(CUDA_ERROR_OUT_OF_MEMORY);
+        }
+        let address = driver.memory.reserve(num_bytes).ok_or(CUDA_ERROR_OUT_OF_MEMORY)?;
+        let handle = driver.memory.create(num_bytes);
+        check(driver.memory.map(address, num_bytes, handle) && driver.memory.allow(address, num_bytes))?;
+        driver.allocations.insert(address, (num_bytes, handle));
+        start.write(address as u64);
+        Ok(())
+    })
+}
+
+/// Waits for all jobs, as the driver does.
+#[unsafe(no_mangle)]
+extern "C" fn cuMemFree_v2(start: u64) -> CUresult {
+    call_in_context(|driver| {
+        let address = start as usize;
+        let (num_bytes, handle) = driver.allocations.remove(&address).ok_or(CUDA_ERROR_INVALID_VALUE)?;
+        driver.synchronize()?;
+        let is_freed = driver.memory.unmap(address, num_bytes)
+            && driver.memory.release(handle)
+            && driver.memory.free_addresses(address, num_bytes);
+        check(is_freed)
+    })
+}
+
+#[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     to: u64,
     from: *const c_void,
@@ -284,6 +341,11 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     call_in_context(|driver| {
         let (to, from) = (to as usize, from as usize);
         check(driver.memory.contains(to, num_bytes))?;
+        let is_pinned =
+            driver.pinned.range(..=from).next_back().is_some_and(|(start, len)| from < start + len);
+        if is_pinned {
+            return driver.push(stream, Job::Copy { from, to, num_bytes });
+        }
         // SAFETY: the caller passes the address of as many bytes of host memory.
         let bytes = unsafe { std::slice::from_raw_parts(from as *const u8, num_bytes) }.to_vec();
         driver.push(stream, Job::Write { bytes, to })
@@ -374,7 +436,7 @@ unsafe extern "C" fn cuFuncGetParamInfo(
 ) -> CUresult {
     call_in_context(|driver| {
         let (_, kernel) = driver.functions.get(&function).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
-        let size = *kernel.sizes.get(index).ok_or(CUDA_ERROR_INVALID_VALUE)?;
+        let size = *kernel.sizes().get(index).ok_or(CUDA_ERROR_INVALID_VALUE)?;
         offset.write(0);
         num_bytes.write(size);
         Ok(())
@@ -404,7 +466,7 @@ unsafe extern "C" fn cuLaunchKernel(
         let shared_bytes = shared_bytes as usize;
         check(shared_bytes <= SHARED_BYTES)?;
         let (name, kernel) = driver.functions.get(&function).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
-        let copied = kernel.sizes.iter().enumerate().map(|(index, &size)| {
+        let copied = kernel.sizes().iter().enumerate().map(|(index, &size)| {
             let mut argument = vec![0_u128; size.div_ceil(16)];
             // SAFETY: the caller passes the address of each argument; the kernel's table tells their sizes.
             unsafe {
@@ -413,7 +475,7 @@ unsafe extern "C" fn cuLaunchKernel(
             }
             argument
         });
-        let (name, kernel, arguments) = (name.clone(), *kernel, copied.collect());
+        let (name, kernel, arguments) = (name.clone(), kernel.clone(), copied.collect());
         let launch = Launch { name, kernel, grid, block, shared_bytes, arguments };
         driver.push(stream, Job::Launch(Box::new(launch)))
     })

@@ -1,29 +1,34 @@
-//! Stand-ins for the libraries of CUDA: the driver, NVRTC and cuBLASLt. They run kernels on the host, so that the backend for GPUs is
-//! tested on machines without one.
+//! Stand-ins for the libraries of CUDA: the driver, NVRTC, cuBLASLt, and NCCL's version. They run kernels on the host, so that the backend
+//! for GPUs is tested on machines without one.
 //!
-//! The crate is one shared library, which serves under all three names ([`install`]); a program loads it like the real libraries. It has
+//! The crate is one shared library, which serves under all these names ([`install`]); a program loads it like the real libraries. It has
 //! only the functions that Trireme calls.
 //!
-//! - NVRTC compiles the sources of kernels as C++ for the host (`device.h`). Its "machine code" is a shared library.
+//! - NVRTC compiles the sources of kernels as C++ for the host (`device.h`). Its "machine code" is a shared library. If `FAKE_CUDA_PTX`
+//!   names the folder of the real NVRTC, this compiles them to PTX instead, which is interpreted ([`ptx`]).
 //! - The threads of a block are coroutines ([`block`]) that run one at a time, in an order that a seed chooses, until they meet at a
-//!   barrier
-//!   or in an operation of their warp.
+//!   barrier or in an operation of their warp.
 //! - Device memory is not accessible to the host ([`memory`]), except while the driver runs jobs. New memory holds NaN.
 //! - Streams run late, in any order that events allow ([`stream`]). The seed chooses this order as well.
 //!
-//! The variable `FAKE_CUDA_SEED` sets the seed. The other variables that start with `FAKE_CUDA_` describe the GPU ([`gpu`]).
+//! The variable `FAKE_CUDA_SEED` sets the seed, `FAKE_CUDA_SANITIZE` names sanitizers for kernels ([`nvrtc`]), and the other variables
+//! that start with `FAKE_CUDA_` describe the GPU ([`gpu`]).
 #![allow(unsafe_code)]
 #![allow(non_snake_case, reason = "the functions have the names of the libraries that they stand for")]
 
 pub mod block;
 pub mod gpu;
+pub mod launch;
 pub mod memory;
 pub mod module;
 pub mod nvrtc;
+pub mod ptx;
 pub mod stream;
 
 mod cublaslt;
 mod driver;
+mod floats;
+mod nccl;
 mod random;
 #[cfg(test)]
 mod tests;
@@ -35,7 +40,7 @@ use std::path::{Path, PathBuf};
 type Out<'a, T> = &'a mut std::mem::MaybeUninit<T>;
 
 /// File names of the libraries that this one stands for.
-pub const LIBRARY_NAMES: [&str; 3] = ["libcuda.so.1", "libnvrtc.so.12", "libcublasLt.so.12"];
+pub const LIBRARY_NAMES: [&str; 4] = ["libcuda.so.1", "libnvrtc.so.12", "libcublasLt.so.12", "libnccl.so.2"];
 
 /// Creates links to the shared library, with the names of those that it stands for, in `folder`. Existing links are kept.
 ///

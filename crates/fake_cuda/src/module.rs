@@ -1,9 +1,14 @@
-//! Modules: the shared libraries that the fake NVRTC has compiled.
+//! Modules: shared libraries that the fake NVRTC has compiled, or PTX of the real one.
 
-use crate::block::{RUNTIME, Runtime, Thread};
+use crate::block::{RUNTIME, Runtime};
+use crate::launch::{CompiledKernel, Kernel, Thread};
+use crate::ptx;
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_void};
 use std::io::Write;
+
+/// Bytes of the header of an ELF file of 64 bits.
+const ELF_HEADER_BYTES: usize = 64;
 
 /// `FakeEntry` of `device.h`.
 #[repr(C)]
@@ -14,25 +19,22 @@ struct Entry {
     sizes: *const usize,
 }
 
-/// A kernel of a module.
-#[derive(Debug, Clone, Copy)]
-pub struct Kernel {
-    pub(crate) call: extern "C" fn(*const *const c_void),
-    pub(crate) switch: extern "C" fn(*const Thread),
-    /// The size of each argument in bytes.
-    pub(crate) sizes: &'static [usize],
-}
-
 /// A loaded module.
 #[derive(Debug)]
 pub(crate) struct Module {
-    kernels: Vec<(&'static str, Kernel)>,
-    _library: Library,
+    kernels: Vec<(String, Kernel)>,
+    _library: Option<Library>,
 }
 
 impl Module {
     /// Loads an image that the fake NVRTC has made.
     pub(crate) fn load(image: &[u8]) -> Result<Self, Box<dyn std::error::Error>> {
+        let text = image.get(ELF_HEADER_BYTES..).and_then(|text| std::str::from_utf8(text).ok());
+        if let Some(text) = text {
+            let kernels = ptx::parse(text)?;
+            let kernels = kernels.into_iter().map(|kernel| (kernel.name.clone(), Kernel::Ptx(kernel)));
+            return Ok(Module { kernels: kernels.collect(), _library: None });
+        }
         let mut file = tempfile::NamedTempFile::new()?;
         file.write_all(image)?;
         // SAFETY: the fake NVRTC has compiled the library from the sources of kernels, with these functions and tables, and nothing else
@@ -47,16 +49,26 @@ impl Module {
             let kernels = kernels.map(|entry| {
                 let sizes = std::slice::from_raw_parts(entry.sizes, entry.num_arguments);
                 let name = CStr::from_ptr(entry.name).to_str().expect("names are those of functions");
-                (name, Kernel { call: entry.call, switch, sizes })
+                let kernel = CompiledKernel { call: entry.call, switch, sizes };
+                (name.to_owned(), Kernel::Compiled(kernel))
             });
-            Ok(Module { kernels: kernels.collect(), _library: library })
+            Ok(Module { kernels: kernels.collect(), _library: Some(library) })
         }
     }
 
     /// Returns the kernel with this name.
     pub(crate) fn kernel(&self, name: &str) -> Option<Kernel> {
-        self.kernels.iter().find(|(own, _)| *own == name).map(|(_, kernel)| *kernel)
+        self.kernels.iter().find(|(own, _)| *own == name).map(|(_, kernel)| kernel.clone())
     }
+}
+
+/// Returns an image that holds PTX: a header of an ELF file of this size, without sections, and the text.
+pub(crate) fn image_of_ptx(text: &[u8]) -> Vec<u8> {
+    let mut image = vec![0; ELF_HEADER_BYTES];
+    image[..4].copy_from_slice(b"\x7fELF");
+    image[0x28..0x30].copy_from_slice(&((ELF_HEADER_BYTES + text.len()) as u64).to_le_bytes());
+    image.extend(text);
+    image
 }
 
 /// Returns the size of an ELF file from its header: section headers are at its end.
@@ -64,8 +76,8 @@ impl Module {
 /// # Safety
 /// `image` is the address of an ELF file of 64 bits in memory.
 pub(crate) unsafe fn image_bytes(image: *const u8) -> usize {
-    // SAFETY: a header of such a file has 64 bytes.
-    let header = unsafe { std::slice::from_raw_parts(image, 64) };
+    // SAFETY: such a file has a header.
+    let header = unsafe { std::slice::from_raw_parts(image, ELF_HEADER_BYTES) };
     let sections = u64::from_le_bytes(header[0x28..0x30].try_into().expect("eight bytes")) as usize;
     let short = |at: usize| usize::from(u16::from_le_bytes([header[at], header[at + 1]]));
     sections + short(0x3a) * short(0x3c)

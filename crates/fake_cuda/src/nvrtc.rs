@@ -1,9 +1,12 @@
-//! NVRTC: compiles the sources of kernels with the host's C++ compiler.
+//! NVRTC: compiles the sources of kernels with the host's C++ compiler, or with the real NVRTC to PTX.
 
 use crate::Out;
+use crate::module::image_of_ptx;
+use libloading::Library;
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, CString, OsString, c_char, c_int};
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 
@@ -11,6 +14,12 @@ use cudarc::nvrtc::sys::nvrtcResult::{self, *};
 
 /// The language of CUDA for the host.
 const DEVICE_HEADER: &str = include_str!("device.h");
+
+/// Names the folder of the real NVRTC, which then compiles kernels to PTX.
+pub const PTX_VARIABLE: &str = "FAKE_CUDA_PTX";
+
+/// Names sanitizers of the C++ compiler, for kernels. The program that runs them must have been linked with, or preload, their library.
+const SANITIZE_VARIABLE: &str = "FAKE_CUDA_SANITIZE";
 
 /// A program, with the results of its compilation.
 #[derive(Debug, Default)]
@@ -35,7 +44,7 @@ impl Program {
             std::fs::write(folder.path().join(name), text)?;
         }
         std::fs::write(folder.path().join("fake_device.h"), DEVICE_HEADER)?;
-        let sanitizers = std::env::var("FAKE_CUDA_SANITIZE").ok();
+        let sanitizers = std::env::var(SANITIZE_VARIABLE).ok();
         let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
         let run = |arguments: &[&str], input: &str| {
             let mut command = Command::new(&compiler);
@@ -55,8 +64,8 @@ impl Program {
         let source = with_table(&expanded.replace("__global__", ""), &kernel_names(&expanded));
         let mut arguments =
             vec!["-x", "c++", "-fpreprocessed", "-O1", "-ffp-contract=off", "-fno-exceptions"];
-        // A GPU ends a kernel that accesses a number at an address that is no multiple of its size.
-        arguments.extend(["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]);
+        // Undefined behaviour ends a kernel. A GPU reports only addresses that are not a multiple of the size.
+        arguments.extend(["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]);
         arguments.extend(["-fno-rtti", "-fPIC", "-shared", "-o", "kernels.so", "-"]);
         let sanitize = sanitizers.map(|names| format!("-fsanitize={names}"));
         arguments.extend(sanitize.as_deref());
@@ -67,6 +76,78 @@ impl Program {
         }
         self.image = std::fs::read(folder.path().join("kernels.so"))?;
         Ok(())
+    }
+}
+
+impl Program {
+    /// Compiles to PTX with the NVRTC of a folder.
+    fn compile_to_ptx(
+        &mut self,
+        folder: OsString,
+        options: &[String],
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        type Handle = *mut std::ffi::c_void;
+        let (source, mut handle) = (CString::new(&*self.source)?, std::ptr::null_mut());
+        let text = |text: &String| CString::new(&**text);
+        let names = self.headers.iter().map(|(name, _)| text(name)).collect::<Result<Vec<_>, _>>()?;
+        let headers = self.headers.iter().map(|(_, header)| text(header)).collect::<Result<Vec<_>, _>>()?;
+        let options = options.iter().map(text).collect::<Result<Vec<_>, _>>()?;
+        let pointers = |texts: &[CString]| texts.iter().map(|text| text.as_ptr()).collect::<Vec<_>>();
+        let (name_pointers, header_pointers, options) =
+            (pointers(&names), pointers(&headers), pointers(&options));
+        let num_headers = headers.len() as c_int;
+        // SAFETY: the functions have these types in NVRTC 12. Strings and arrays outlive the calls, and buffers have the sizes that the
+        // library tells.
+        unsafe {
+            let library = Library::new(PathBuf::from(folder).join("libnvrtc.so.12"))?;
+            type Sources = *const *const c_char;
+            let create: libloading::Symbol<
+                '_,
+                unsafe extern "C" fn(
+                    &mut Handle,
+                    *const c_char,
+                    *const c_char,
+                    c_int,
+                    Sources,
+                    Sources,
+                ) -> c_int,
+            > = library.get(b"nvrtcCreateProgram\0")?;
+            let compile: libloading::Symbol<'_, unsafe extern "C" fn(Handle, c_int, Sources) -> c_int> =
+                library.get(b"nvrtcCompileProgram\0")?;
+            type GetSize = unsafe extern "C" fn(Handle, &mut usize) -> c_int;
+            type GetText = unsafe extern "C" fn(Handle, *mut c_char) -> c_int;
+            let read = |handle: Handle, get_size: &[u8], get: &[u8]| {
+                let mut size = 0;
+                library.get::<GetSize>(get_size)?(handle, &mut size);
+                let mut text = vec![0_u8; size.max(1)];
+                library.get::<GetText>(get)?(handle, text.as_mut_ptr().cast());
+                text.pop();
+                Ok::<_, libloading::Error>(text)
+            };
+            let created = create(
+                &mut handle,
+                source.as_ptr(),
+                c"kernels.cu".as_ptr(),
+                num_headers,
+                header_pointers.as_ptr(),
+                name_pointers.as_ptr(),
+            );
+            if created != 0 {
+                return Err(format!("nvrtcCreateProgram returns {created}").into());
+            }
+            let compiled = compile(handle, options.len() as c_int, options.as_ptr());
+            self.log = read(handle, b"nvrtcGetProgramLogSize\0", b"nvrtcGetProgramLog\0")?;
+            let outcome = if compiled == 0 {
+                self.image = image_of_ptx(&read(handle, b"nvrtcGetPTXSize\0", b"nvrtcGetPTX\0")?);
+                Ok(())
+            } else {
+                Err(format!("nvrtcCompileProgram returns {compiled}").into())
+            };
+            library.get::<unsafe extern "C" fn(&mut Handle) -> c_int>(b"nvrtcDestroyProgram\0")?(&mut handle);
+            // Its threads may still run.
+            std::mem::forget(library);
+            outcome
+        }
     }
 }
 
@@ -91,7 +172,10 @@ fn with_table(source: &str, names: &[&str]) -> String {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvrtcVersion(major: Out<'_, c_int>, minor: Out<'_, c_int>) -> nvrtcResult {
     major.write(12);
-    minor.write(8);
+    // The version is part of the key of caches, which must separate images of each kind.
+    let kinds =
+        [PTX_VARIABLE, SANITIZE_VARIABLE].map(|variable| c_int::from(std::env::var_os(variable).is_some()));
+    minor.write(8 + kinds[0] + 2 * kinds[1]);
     NVRTC_SUCCESS
 }
 
@@ -132,6 +216,7 @@ unsafe extern "C" fn nvrtcCompileProgram(
     num_options: c_int,
     options: *const *const c_char,
 ) -> nvrtcResult {
+    let mut compiler_options = Vec::new();
     for index in 0..num_options as usize {
         // SAFETY: the caller passes as many strings as it says.
         let option = unsafe { CStr::from_ptr(*options.add(index)) }.to_string_lossy();
@@ -139,6 +224,7 @@ unsafe extern "C" fn nvrtcCompileProgram(
         if !known.iter().any(|known| option.starts_with(known)) {
             return NVRTC_ERROR_INVALID_OPTION;
         }
+        compiler_options.push(option.replace("=sm_", "=compute_"));
     }
     // Compiles without the lock, so that programs compile in parallel.
     let copied = with(program, |program| Program {
@@ -147,7 +233,10 @@ unsafe extern "C" fn nvrtcCompileProgram(
         ..Program::default()
     });
     let Some(mut copied) = copied else { return NVRTC_ERROR_INVALID_PROGRAM };
-    let result = copied.compile();
+    let result = match std::env::var_os(PTX_VARIABLE) {
+        Some(folder) => copied.compile_to_ptx(folder, &compiler_options),
+        None => copied.compile(),
+    };
     if let Err(error) = &result {
         copied.log.extend(error.to_string().into_bytes());
     }

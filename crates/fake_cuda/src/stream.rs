@@ -1,9 +1,10 @@
 //! Streams and events: jobs that run late, in any order that events allow.
 
-use crate::block::{Blocks, Launch};
+use crate::block::Blocks;
 use crate::gpu::{Gpu, variable};
+use crate::launch::{Kernel, Launch};
 use crate::memory::DeviceMemory;
-use crate::module::{Kernel, Module};
+use crate::module::Module;
 use crate::random::Random;
 use cudarc::driver::sys::CUresult::{self, *};
 use std::collections::{BTreeMap, VecDeque};
@@ -35,8 +36,8 @@ pub(crate) enum Job {
         event: u64,
         recording: u64,
     },
-    /// Work of another library, such as a matmul.
-    Run(Box<dyn FnOnce() + Send>),
+    /// Work of another library, such as a matmul, and the milliseconds that it takes on the driver's clock.
+    Run(Box<dyn FnOnce() + Send>, u32),
     /// Waits for a recording of an event.
     Wait {
         event: u64,
@@ -49,6 +50,9 @@ pub(crate) enum Job {
 struct EventState {
     num_recorded: u64,
     num_completed: u64,
+    has_time: bool,
+    /// The time at which the last recording was complete.
+    completed_at: u32,
 }
 
 /// The state of the driver.
@@ -60,6 +64,12 @@ pub(crate) struct Driver {
     pub(crate) functions: BTreeMap<u64, (String, Kernel)>,
     streams: BTreeMap<u64, VecDeque<Job>>,
     events: BTreeMap<u64, EventState>,
+    /// Pinned memory of the host: start and size. Copies read it when they run.
+    pub(crate) pinned: BTreeMap<usize, usize>,
+    /// Memory that is not mapped by the program: addresses, with the size and the handle.
+    pub(crate) allocations: BTreeMap<usize, (usize, u64)>,
+    /// Milliseconds since the start. Only matmuls take time.
+    clock: u32,
     num_handles: u64,
     blocks: Blocks,
     random: Random,
@@ -87,6 +97,9 @@ impl Driver {
             functions: BTreeMap::new(),
             streams: BTreeMap::new(),
             events: BTreeMap::new(),
+            pinned: BTreeMap::new(),
+            allocations: BTreeMap::new(),
+            clock: 0,
             num_handles: 0,
             blocks: Blocks::default(),
             random,
@@ -114,9 +127,9 @@ impl Driver {
         self.streams.remove(&stream).map(drop).ok_or(CUDA_ERROR_INVALID_HANDLE)
     }
 
-    pub(crate) fn create_event(&mut self) -> u64 {
+    pub(crate) fn create_event(&mut self, has_time: bool) -> u64 {
         let handle = self.handle();
-        self.events.insert(handle, EventState::default());
+        self.events.insert(handle, EventState { has_time, ..EventState::default() });
         handle
     }
 
@@ -153,6 +166,22 @@ impl Driver {
     pub(crate) fn synchronize_event(&mut self, event: u64) -> Result<(), CUresult> {
         let recording = self.events.get(&event).ok_or(CUDA_ERROR_INVALID_HANDLE)?.num_recorded;
         self.run_until(|driver| driver.is_recorded(event, recording))
+    }
+
+    /// Returns the milliseconds between two events, which must have been recorded with their times.
+    pub(crate) fn elapsed(&self, start: u64, end: u64) -> Result<f32, CUresult> {
+        let time = |event: u64| {
+            let state = self.events.get(&event).filter(|state| state.has_time && state.num_recorded > 0);
+            let state = state.ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+            let is_complete = state.num_completed == state.num_recorded;
+            is_complete.then_some(state.completed_at).ok_or(CUDA_ERROR_NOT_READY)
+        };
+        Ok((time(end)? - time(start)?) as f32)
+    }
+
+    /// Runs all jobs.
+    pub(crate) fn synchronize(&mut self) -> Result<(), CUresult> {
+        self.run_until(|driver| driver.streams.values().all(VecDeque::is_empty))
     }
 
     pub(crate) fn synchronize_stream(&mut self, stream: u64) -> Result<(), CUresult> {
@@ -200,15 +229,17 @@ impl Driver {
             Job::Record { event, recording } => {
                 if let Some(state) = self.events.get_mut(&event) {
                     state.num_completed = state.num_completed.max(recording);
+                    state.completed_at = self.clock;
                 }
             }
-            Job::Run(run) => {
+            Job::Run(run, milliseconds) => {
                 self.memory.set_open(true);
                 run();
+                self.clock += milliseconds;
             }
             Job::Launch(launch) => {
                 self.memory.set_open(true);
-                if let Err(cause) = self.blocks.run(&launch, &mut self.random) {
+                if let Err(cause) = self.blocks.run(&launch, &self.memory, &mut self.random) {
                     eprintln!("fake CUDA: kernel {}: {cause}", launch.name);
                     self.failure = Some(CUDA_ERROR_LAUNCH_FAILED);
                 }

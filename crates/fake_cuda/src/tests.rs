@@ -1,6 +1,6 @@
 //! Mistakes that are planted in kernels and in programs, each of which must be found.
 
-use crate::block::{Index, Launch};
+use crate::launch::{Index, Launch};
 use crate::memory::GRANULARITY;
 use crate::module::Module;
 use crate::nvrtc::Program;
@@ -247,7 +247,7 @@ fn a_missing_event_is_found() {
     let run = |seed, waits| {
         let mut machine = Machine::new(seed);
         let [kernels, copies] = [(); 2].map(|()| machine.driver.create_stream());
-        let event = machine.driver.create_event();
+        let event = machine.driver.create_event(false);
         let values: Vec<f32> = (0..64).map(|value| value as f32).collect();
         machine.write(kernels, 0, &values).unwrap();
         machine.launch(kernels, &module, 64, 64).unwrap();
@@ -267,7 +267,7 @@ fn streams_that_wait_for_events_of_each_other_fail() {
     let _lock = lock();
     let mut machine = Machine::new(0);
     let [first, second] = [(); 2].map(|()| machine.driver.create_stream());
-    let event = machine.driver.create_event();
+    let event = machine.driver.create_event(false);
     machine.driver.push(first, Job::Wait { event, recording: 1 }).unwrap();
     machine.driver.record(event, first).unwrap();
     machine.driver.wait_event(second, event).unwrap();

@@ -54,6 +54,7 @@ use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{ALIGNMENT, Arena};
 use crate::kernels::cpu::threads::ThreadPool;
 use crate::kernels::cuda::Cuda;
+use crate::kernels::host_pinning::HostPinning;
 use crate::kernels::{ExecutionUnit, Operand, OperandMut, SimdLevel};
 use crate::lent_memory::OverflowAllocator;
 use crate::memory::MemoryCounter;
@@ -138,7 +139,7 @@ impl Device {
         let cpu = Arc::new(processor()?);
         match options.backend {
             BackendKind::Cpu => {
-                let arena = reserve(options.page_source, &counter)?;
+                let arena = reserve(options.page_source, None, &counter)?;
                 Ok(Self::new(Arc::clone(&cpu) as _, cpu, options, arena, counter))
             }
             BackendKind::Detached(detached) => {
@@ -346,7 +347,8 @@ impl Device {
             let arena = Arena::counting(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
             (Arc::clone(&self.backend), arena)
         } else {
-            (Arc::clone(&self.cpu) as _, reserve(self.arena.page_source(), &counter)?)
+            let pinning = self.backend.host_pinning();
+            (Arc::clone(&self.cpu) as _, reserve(self.arena.page_source(), pinning, &counter)?)
         };
         let (arena, staging, cost) = (Arc::new(arena), Arc::clone(&counter), Arc::default());
         Ok(Device {
@@ -458,8 +460,12 @@ fn simd_level_of(options: DeviceOptions) -> SimdLevel {
     options.simd_level_max.map_or(detected, |most| most.min(detected))
 }
 
-fn reserve(page_source: PageSource, counter: &Arc<MemoryCounter>) -> Result<Arena> {
-    Arena::reserve(page_source, Arc::clone(counter)).map_err(|error| match page_source {
+fn reserve(
+    page_source: PageSource,
+    pinning: Option<Box<dyn HostPinning>>,
+    counter: &Arc<MemoryCounter>,
+) -> Result<Arena> {
+    Arena::reserve(page_source, pinning, Arc::clone(counter)).map_err(|error| match page_source {
         PageSource::Transparent => DeviceError::Reserve(error),
         PageSource::Reserved => DeviceError::ReserveHuge(error),
     })

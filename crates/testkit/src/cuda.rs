@@ -11,7 +11,7 @@ pub fn fake_gpu() -> Option<BackendKind> {
         let cache = folder.join("trireme").join("cuda");
         let folders = CudaFolders { cache, first: Some(folder.to_owned()), others: Vec::new() };
         let installation = CudaInstallation::load(&folders).unwrap_or_else(|error| panic!("{error}"));
-        BackendKind::Cuda(CudaOptions { installation: Some(installation), ordinal: 0 })
+        BackendKind::Cuda(CudaOptions { installation: Some(installation), ..CudaOptions::default() })
     })
 }
 

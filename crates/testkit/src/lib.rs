@@ -23,6 +23,7 @@ pub use gradients::{ApplyOperations, GradientCheck, Input, Reference};
 pub use skipping::or_skip;
 pub use traced::TracedDevice;
 pub use trireme_fake_cuda::install as install_fake_cuda;
+pub use trireme_fake_cuda::nvrtc::PTX_VARIABLE as FAKE_CUDA_PTX;
 
 use trireme_base::{Random, RandomKey};
 use trireme_comm::{Group, GroupOptions, inproc_world_on};

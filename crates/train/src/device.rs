@@ -8,7 +8,7 @@ use std::sync::Arc;
 use trireme_parallel::Spill;
 use trireme_tensor::{
     BackendKind, CudaError, CudaInstallation, CudaOptions, DetachedOptions, Device, DeviceError,
-    DeviceOptions, Gpu, OverflowAllocator, PageSource, SimdLevel,
+    DeviceOptions, Gpu, OverflowAllocator, PageSource, Precision, SimdLevel,
 };
 
 /// Returns the options with which a worker opens its device.
@@ -16,7 +16,11 @@ pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
     let budget = config.memory().device_budget.0.map(|bytes| bytes.0 as usize);
     let backend = match config.training().device {
         DeviceName::Auto | DeviceName::Cpu => BackendKind::Cpu,
-        DeviceName::Cuda => BackendKind::Cuda(CudaOptions { installation: None, ordinal: 0 }),
+        DeviceName::Cuda => BackendKind::Cuda(CudaOptions {
+            allow_tf32: config.training().allow_tf32 && config.training().dtype == Precision::F32,
+            time_matmuls: config.training().time_matmuls,
+            ..CudaOptions::default()
+        }),
         DeviceName::Detached => {
             BackendKind::Detached(DetachedOptions { seed: config.training().seed, ignored_wait: None })
         }

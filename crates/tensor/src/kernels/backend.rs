@@ -21,6 +21,7 @@
 
 use super::call::Call;
 use super::cpu::Cpu;
+use super::host_pinning::HostPinning;
 use super::{Operand, OperandMut};
 use std::fmt;
 use std::ops::Range;
@@ -82,6 +83,11 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
 
     /// Makes kernels issued from now on wait for an event. `caller` is the code that waits.
     fn wait_for(&self, event: &Event, caller: &'static Location<'static>);
+
+    /// Returns the pinning of host memory that copies use, if the hardware copies pinned memory faster.
+    fn host_pinning(&self) -> Option<Box<dyn HostPinning>> {
+        None
+    }
 
     /// Called when freed memory is allocated again: kernels issued from now on wait for copies that still use it.
     fn reuse(&self, _memory: OperandMut) {}

@@ -6,6 +6,7 @@ pub(crate) mod call;
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 pub(crate) mod expression;
+pub(crate) mod host_pinning;
 mod operand;
 
 pub(crate) use cpu::SharedSlice;

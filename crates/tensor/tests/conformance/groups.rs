@@ -1,14 +1,8 @@
 //! Sorting rows by group, and grouped matmuls.
 
-use super::{FLOATS, assert_same_or_near, empty, on_all, on_all_near, random, rounded, rounding, wide};
+use super::{FLOATS, assert_same_or_near, empty, ids, on_all, on_all_near, random, rounded, rounding, wide};
 use trireme_base::DType;
-use trireme_tensor::{Device, GroupLimit, MatmulEpilogue, Precision, RowGroups, Tensor, Transposition};
-
-fn ids(device: &Device, values: &[u32]) -> Tensor {
-    let mut ids = empty(device, [values.len()], DType::U32);
-    device.upload(values, ids.view_mut());
-    ids
-}
+use trireme_tensor::{Device, GroupLimit, MatmulEpilogue, Precision, RowGroups, Transposition};
 
 #[test]
 fn rows_are_sorted_stably_by_group() {

@@ -5,6 +5,7 @@
 
 mod attention;
 mod copies;
+mod cuda_matmuls;
 mod fp8;
 mod generation;
 mod groups;
@@ -12,9 +13,10 @@ mod integers;
 mod sums;
 mod updates;
 
+use std::process::Command;
 use trireme_base::{DType, RandomKey};
 use trireme_tensor::{BackendKind, Category, DetachedOptions, Device, DeviceOptions, Shape, Tensor};
-use trireme_testkit::TracedDevice;
+use trireme_testkit::{FAKE_CUDA_PTX, TracedDevice, or_skip};
 
 /// Float dtypes that kernels compute with.
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
@@ -42,6 +44,20 @@ fn gpu_options() -> Option<DeviceOptions> {
         backend,
         ..DeviceOptions::default()
     })
+}
+
+/// Runs tests once more with PTX that NVRTC has compiled, which is interpreted: those of kernels with inline assembly, and others.
+#[test]
+fn kernels_have_the_same_results_as_ptx() {
+    let folder = std::env::var_os("TRIREME_TEST_NVRTC").ok_or("TRIREME_TEST_NVRTC is not set");
+    let Some(folder) = or_skip("NVRTC", folder) else { return };
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["attention::", "groups::", "generation::", "sums::"]).env(FAKE_CUDA_PTX, folder);
+    let output = child.output().unwrap();
+    let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    let num_passed =
+        text[0].split("test result: ok. ").nth(1).and_then(|rest| rest.split(' ').next()?.parse().ok());
+    assert!(output.status.success() && num_passed > Some(5), "{}", text.concat());
 }
 
 /// Runs `run` on every device and asserts equal results. Returns the result.
@@ -114,10 +130,22 @@ pub(crate) fn empty(device: &Device, shape: impl Into<Shape>, dtype: DType) -> T
 
 /// Returns the values rounded to a dtype.
 pub(crate) fn rounded(device: &Device, values: &[f32], dtype: DType) -> Tensor {
-    let wide = tensor(device, values);
-    let mut narrow = empty(device, [values.len()], dtype);
+    narrow(device, values, [values.len()], dtype)
+}
+
+/// As [`rounded`], in a shape.
+pub(crate) fn narrow(device: &Device, values: &[f32], shape: impl Into<Shape>, dtype: DType) -> Tensor {
+    let wide = shaped(device, values, shape);
+    let mut narrow = empty(device, wide.shape(), dtype);
     device.convert(wide.view(), narrow.view_mut());
     narrow
+}
+
+/// Returns a tensor of numbers.
+pub(crate) fn ids(device: &Device, values: &[u32]) -> Tensor {
+    let mut ids = empty(device, [values.len()], DType::U32);
+    device.upload(values, ids.view_mut());
+    ids
 }
 
 /// Returns the values in f32.

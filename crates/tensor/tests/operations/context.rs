@@ -25,6 +25,7 @@ const OUT: usize = HEADS * DIM;
 /// Settings of an attention operation.
 #[derive(Clone, Copy, Debug)]
 struct Case {
+    dtype: DType,
     rule: AttentionRule,
     /// Number of keys of the first sequence.
     num_keys: Option<u32>,
@@ -56,6 +57,12 @@ fn tensor(device: &Device, dims: &[usize], values: &[f32]) -> Tensor {
     tensor
 }
 
+fn converted(device: &Device, tensor: Tensor, dtype: DType) -> Tensor {
+    let mut converted = device.empty(tensor.shape(), dtype, Category::Activations).unwrap();
+    device.convert(tensor.view(), converted.view_mut());
+    converted
+}
+
 fn ids(device: &Device, dims: &[usize], values: &[u32]) -> Tensor {
     let mut tensor = device.empty(Shape::new(dims), DType::U32, Category::Activations).unwrap();
     device.upload(values, tensor.view_mut());
@@ -82,13 +89,13 @@ fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<Contex
         own.chunks_exact(COLS).flat_map(|row| row[first..last].to_vec()).collect()
     };
     let len = at.len();
+    let input = |first: usize, last: usize| {
+        converted(device, tensor(device, &[BATCH, len, last - first], &columns(first, last)), case.dtype)
+    };
     let mut values = if case.is_separate {
-        vec![
-            tape.input(tensor(device, &[BATCH, len, OUT], &columns(0, OUT))),
-            tape.input(tensor(device, &[BATCH, len, COLS - OUT], &columns(OUT, COLS))),
-        ]
+        vec![tape.input(input(0, OUT)), tape.input(input(OUT, COLS))]
     } else {
-        vec![tape.input(tensor(device, &[BATCH, len, COLS], &columns(0, COLS)))]
+        vec![tape.input(input(0, COLS))]
     };
     let num_floats = values.len();
     let value_ids: Vec<_> = values.iter().map(|value| value.id()).collect();
@@ -105,12 +112,12 @@ fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<Contex
     let y = recorder.apply(&dropout, [attended]).unwrap();
     let y_id = y.id();
     let output = tape.take_output(&y).unwrap();
-    let found = device.read::<f32>(output.view());
+    let wide = |tensor: Tensor| device.read::<f32>(converted(device, tensor, DType::F32).view());
+    let found = wide(output);
     let dy = rows(&random(BATCH * LEN * OUT, "dy"), OUT, at);
-    let dy = tensor(device, &[BATCH, len, OUT], &dy);
+    let dy = converted(device, tensor(device, &[BATCH, len, OUT], &dy), case.dtype);
     tape.backward_input(parameters, [(y_id, dy)]).unwrap();
-    let mut grads =
-        value_ids.into_iter().map(|place| device.read::<f32>(tape.take_grad(place).unwrap().view()));
+    let mut grads = value_ids.into_iter().map(|place| wide(tape.take_grad(place).unwrap()));
     let first = grads.next().unwrap();
     [found, first, if num_floats == 2 { grads.next().unwrap() } else { Vec::new() }]
 }
@@ -155,9 +162,16 @@ fn run_ranks(backend: BackendKind, case: Case, degree: usize, heads: usize) -> [
 #[test]
 fn context_parallel_attention_matches_one_rank() {
     let causal = AttentionRule::causal(DIM);
-    let plain =
-        Case { rule: causal, num_keys: None, has_documents: false, is_rotary: false, is_separate: false };
+    let plain = Case {
+        dtype: DType::F32,
+        rule: causal,
+        num_keys: None,
+        has_documents: false,
+        is_rotary: false,
+        is_separate: false,
+    };
     let cases = [
+        Case { dtype: DType::Bf16, ..plain },
         Case { is_rotary: true, ..plain },
         Case { rule: AttentionRule { window: Some(7), ..causal }, ..plain },
         Case { has_documents: true, is_rotary: true, ..plain },
@@ -185,8 +199,9 @@ fn context_parallel_attention_matches_one_rank() {
                     let difference =
                         found.iter().zip(expected).map(|(found, expected)| (found - expected).abs());
                     let difference = difference.fold(0.0, f32::max);
+                    let bound = if case.dtype == DType::F32 { 2e-5 } else { 0.03 };
                     assert!(
-                        difference < 2e-5,
+                        difference < bound,
                         "{case:?} on {degree}, {heads} of heads: {index} differs by {difference:e}"
                     );
                 }

@@ -239,6 +239,14 @@ config_section! {
         /// cannot read the device's memory. It has the bits of `cpu`, is slower, and shows whether a model of your own would run on an
         /// accelerator.
         device: DeviceName = DeviceName::Cpu;
+        /// Rounds the factors of f32 matrix products to TF32 on GPUs, which has 10 bits of fraction: less exact, and several times as fast
+        /// (PyTorch's `allow_tf32`). Attention and experts stay in f32. Only applies with `device = "cuda"` and
+        /// `dtype = "f32"`.
+        allow_tf32: bool = false;
+        /// Measures which of cuBLASLt's algorithms is the fastest when a GPU first multiplies matrices of a shape, and keeps the choice in
+        /// the cache folder (`$XDG_CACHE_HOME/trireme/cuda`, or `~/.cache`). Hosts of one run must then share this folder, so that copies
+        /// of a product have the same bits. Otherwise, the library chooses without measuring. Only applies with `device = "cuda"`.
+        time_matmuls: bool = false;
         /// Threads per worker; 0 uses the worker's share of the cores: the cores that it has to itself, and an equal part of the cores that
         /// several workers share, within the CPU quota of its control group.
         @no_effect_on_training @per_rank

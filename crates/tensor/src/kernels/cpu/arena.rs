@@ -12,6 +12,7 @@ use crate::kernels::backend::Backend;
 use crate::kernels::cpu::free_list::FreeList;
 use crate::kernels::cpu::mapping::Mapping;
 use crate::kernels::cuda::DeviceAddresses;
+use crate::kernels::host_pinning::HostPinning;
 use crate::kernels::{Operand, OperandMut};
 use crate::lent_memory::{LentMemory, OverflowAllocator};
 use crate::memory::{MemoryCounter, PageSource, describe};
@@ -45,8 +46,12 @@ struct ArenaState {
 
 impl Arena {
     /// Reserves as many addresses as the machine has bytes of memory, or fewer if the process may not have as many. Allocates no memory.
-    pub(crate) fn reserve(page_source: PageSource, counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
-        Ok(Self::new(Mapping::reserve(page_source)?, 0, counter))
+    pub(crate) fn reserve(
+        page_source: PageSource,
+        pinning: Option<Box<dyn HostPinning>>,
+        counter: Arc<MemoryCounter>,
+    ) -> std::io::Result<Self> {
+        Ok(Self::new(Mapping::reserve(page_source, pinning)?, 0, counter))
     }
 
     /// Like [`reserve`](Arena::reserve), for memory that kernels access at other addresses and that the host cannot access. Call
@@ -284,7 +289,7 @@ mod tests {
     #[test]
     fn blocks_are_counted_reused_and_apart() {
         let counter = Arc::new(MemoryCounter::new(None));
-        let arena = Arc::new(Arena::reserve(PageSource::Transparent, Arc::clone(&counter)).unwrap());
+        let arena = Arc::new(Arena::reserve(PageSource::Transparent, None, Arc::clone(&counter)).unwrap());
         let mut first = arena.allocate(100, Category::Parameters).unwrap();
         let mut second = arena.allocate(1, Category::Activations).unwrap();
         first.bytes_mut().fill(1);
@@ -302,7 +307,7 @@ mod tests {
     #[test]
     fn reserved_pages_are_there_or_refused() {
         let counter = Arc::new(MemoryCounter::new(None));
-        let Ok(arena) = Arena::reserve(PageSource::Reserved, Arc::clone(&counter)) else {
+        let Ok(arena) = Arena::reserve(PageSource::Reserved, None, Arc::clone(&counter)) else {
             let pool = std::path::Path::new("/sys/kernel/mm/hugepages/hugepages-2048kB");
             return assert!(!pool.exists(), "the system has such pages");
         };
@@ -331,8 +336,9 @@ mod tests {
 
     #[test]
     fn trimming_takes_nothing_from_blocks() {
-        let arena =
-            Arc::new(Arena::reserve(PageSource::Transparent, Arc::new(MemoryCounter::new(None))).unwrap());
+        let arena = Arc::new(
+            Arena::reserve(PageSource::Transparent, None, Arc::new(MemoryCounter::new(None))).unwrap(),
+        );
         let mut blocks: Vec<Block> = (0..4)
             .map(|_| arena.allocate(3 * RELEASE_GRANULARITY + 64, Category::Optimizer).unwrap())
             .collect();

@@ -1,6 +1,7 @@
 //! Reserved address ranges and the pages behind them.
 
 use crate::kernels::cuda::DeviceAddresses;
+use crate::kernels::host_pinning::HostPinning;
 use crate::memory::PageSource;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{
@@ -33,6 +34,8 @@ pub(crate) struct Mapping {
     num_bytes: usize,
     access: HostAccess,
     page_source: PageSource,
+    /// Pins the pages of host memory that a GPU copies.
+    pinning: Option<Box<dyn HostPinning>>,
 }
 
 /// Whether the host can access memory, and how kernels do.
@@ -54,14 +57,17 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Reserves as many addresses as the machine has bytes of memory, or fewer if the process may not have as many. None of them is
     /// [accessible](Mapping::make_accessible). Allocates no memory.
-    pub(super) fn reserve(page_source: PageSource) -> std::io::Result<Self> {
+    pub(super) fn reserve(
+        page_source: PageSource,
+        pinning: Option<Box<dyn HostPinning>>,
+    ) -> std::io::Result<Self> {
         let mut mapping = map_or_halve(reservation_size(machine_bytes()), |num_bytes| match page_source {
             PageSource::Transparent => map_private(num_bytes, ProtFlags::empty()),
             PageSource::Reserved => {
                 map_anonymous(num_bytes, ProtFlags::empty(), MapFlags::HUGETLB | MapFlags::HUGE_2MB)
             }
         })?;
-        mapping.page_source = page_source;
+        (mapping.page_source, mapping.pinning) = (page_source, pinning);
         Ok(mapping)
     }
 
@@ -95,11 +101,14 @@ impl Mapping {
     pub(super) fn gpu(addresses: DeviceAddresses) -> Self {
         let start = NonNull::new(addresses.start() as *mut u8).expect("a GPU has no memory at address 0");
         let num_bytes = addresses.num_bytes();
-        Mapping { start, num_bytes, access: HostAccess::Gpu(addresses), page_source: PageSource::Transparent }
+        let mut mapping = Mapping::of(start, num_bytes);
+        mapping.access = HostAccess::Gpu(addresses);
+        mapping
     }
 
     fn of(start: NonNull<u8>, num_bytes: usize) -> Self {
-        Mapping { start, num_bytes, access: HostAccess::Shared, page_source: PageSource::Transparent }
+        let (access, page_source) = (HostAccess::Shared, PageSource::Transparent);
+        Mapping { start, num_bytes, access, page_source, pinning: None }
     }
 
     pub(super) fn num_bytes(&self) -> usize {
@@ -154,11 +163,14 @@ impl Mapping {
             // SAFETY: as above; populating pages changes no byte.
             unsafe { madvise(first, end - range.start, Advice::LinuxPopulateWrite)? };
         }
+        if let Some(pinning) = &self.pinning {
+            pinning.pin(self.address(range.start), end - range.start);
+        }
         Ok(end)
     }
 
     /// Returns `range`, shrunk to multiples of 64 KiB, to the system if it accepts the memory. The bytes then read as zeros. Keeps reserved
-    /// huge pages, because other processes could take them before they are touched again.
+    /// huge pages, because other processes could take them before they are touched again, and pinned pages, which a GPU would go on to use.
     ///
     /// # Safety
     /// Nothing may read the bytes before writing them again.
@@ -167,7 +179,7 @@ impl Mapping {
             range.start.next_multiple_of(RELEASE_GRANULARITY),
             range.end / RELEASE_GRANULARITY * RELEASE_GRANULARITY,
         );
-        if start < end && self.page_source == PageSource::Transparent {
+        if start < end && self.page_source == PageSource::Transparent && self.pinning.is_none() {
             let first = self.address(start).as_ptr().cast();
             // SAFETY: within the mapping; the caller promises that nothing reads the bytes. If the system refuses, it keeps them.
             let _ = unsafe { madvise(first, end - start, Advice::LinuxDontNeed) };
@@ -182,6 +194,7 @@ impl Drop for Mapping {
             HostAccess::Detached(kernel_start) => [Some(self.start), Some(*kernel_start)],
             HostAccess::Gpu(_) => return,
         };
+        drop(self.pinning.take());
         for start in starts.into_iter().flatten() {
             // SAFETY: mapped with this length. No block is left, because each holds the arena, and no kernel, because its processor holds
             // the mapping.

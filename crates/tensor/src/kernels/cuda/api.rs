@@ -71,6 +71,11 @@ functions! {
         cuEventDestroy_v2(cuda::CUevent);
         cuEventRecord(cuda::CUevent, cuda::CUstream);
         cuEventSynchronize(cuda::CUevent);
+        cuEventElapsedTime(*mut f32, cuda::CUevent, cuda::CUevent);
+        cuMemHostRegister_v2(*mut c_void, usize, c_uint);
+        cuMemHostUnregister(*mut c_void);
+        cuMemAlloc_v2(*mut cuda::CUdeviceptr, usize);
+        cuMemFree_v2(cuda::CUdeviceptr);
         cuMemcpyHtoDAsync_v2(cuda::CUdeviceptr, *const c_void, usize, cuda::CUstream);
         cuMemcpyDtoHAsync_v2(*mut c_void, cuda::CUdeviceptr, usize, cuda::CUstream);
         cuMemcpyDtoDAsync_v2(cuda::CUdeviceptr, cuda::CUdeviceptr, usize, cuda::CUstream);
@@ -114,6 +119,11 @@ functions! {
             blas::cublasLtHandle_t, blas::cublasLtMatmulDesc_t, blas::cublasLtMatrixLayout_t, blas::cublasLtMatrixLayout_t,
             blas::cublasLtMatrixLayout_t, blas::cublasLtMatrixLayout_t, blas::cublasLtMatmulPreference_t, c_int,
             *mut blas::cublasLtMatmulHeuristicResult_t, *mut c_int
+        );
+        cublasLtMatmulAlgoCheck(
+            blas::cublasLtHandle_t, blas::cublasLtMatmulDesc_t, blas::cublasLtMatrixLayout_t, blas::cublasLtMatrixLayout_t,
+            blas::cublasLtMatrixLayout_t, blas::cublasLtMatrixLayout_t, *const blas::cublasLtMatmulAlgo_t,
+            *mut blas::cublasLtMatmulHeuristicResult_t
         );
         cublasLtMatmul(
             blas::cublasLtHandle_t, blas::cublasLtMatmulDesc_t, *const c_void, *const c_void, blas::cublasLtMatrixLayout_t, *const c_void,

@@ -177,7 +177,7 @@ fn compile(
 #[cfg(test)]
 mod tests {
     use super::super::expression::generate;
-    use super::super::launch::instance;
+    use super::super::launch::instance_source;
     use super::*;
     use crate::CudaFolders;
     use crate::kernels::call::{ExpressionCall, ExpressionInput, Operands};
@@ -199,6 +199,35 @@ mod tests {
     const TABLE: &str = "src/kernels/cuda/registers.txt";
 
     const CAPABILITIES: [i32; 4] = [80, 90, 100, 120];
+
+    /// Kernels that are compiled for parameters: their headers and names, with common parameters and with those that need most registers.
+    const INSTANCES: [(&str, &str, &str); 25] = [
+        ("attention.cuh", "attention", "f32 f32 64 64"),
+        ("attention.cuh", "attention_backward_queries", "f32 f32 64 64"),
+        ("attention.cuh", "attention_backward_keys_values", "f32 f32 64 64"),
+        ("attention.cuh", "attention", "bf16 bf16 64 64"),
+        ("attention.cuh", "attention_backward_queries", "bf16 bf16 64 64"),
+        ("attention.cuh", "attention_backward_keys_values", "bf16 bf16 64 64"),
+        ("attention.cuh", "attention", "f16 f16 64 64"),
+        ("attention.cuh", "attention", "bf16 f32 128 128"),
+        ("attention.cuh", "attention_backward_queries", "bf16 f32 128 128"),
+        ("attention.cuh", "attention_backward_keys_values", "bf16 f32 128 128"),
+        ("attention.cuh", "attention", "bf16 bf16 192 128"),
+        ("attention.cuh", "attention_backward_queries", "bf16 bf16 192 128"),
+        ("attention.cuh", "attention_backward_keys", "bf16 bf16 192 128"),
+        ("attention.cuh", "attention_backward_values", "bf16 bf16 192 128"),
+        ("attention.cuh", "attention", "bf16 bf16 256 256"),
+        ("attention.cuh", "attention_backward_queries", "bf16 bf16 256 256"),
+        ("attention.cuh", "attention_backward_keys", "bf16 bf16 256 256"),
+        ("attention.cuh", "attention_backward_values", "bf16 bf16 256 256"),
+        ("grouped.cuh", "grouped_matmul", "f32 false"),
+        ("grouped.cuh", "grouped_matmul", "bf16 false"),
+        ("grouped.cuh", "grouped_matmul", "bf16 true"),
+        ("grouped.cuh", "grouped_matmul", "f16 true"),
+        ("grouped.cuh", "grouped_transposed_matmul", "f32 1"),
+        ("grouped.cuh", "grouped_transposed_matmul", "bf16 1"),
+        ("grouped.cuh", "grouped_transposed_matmul", "bf16 4"),
+    ];
 
     /// NVRTC needs no GPU. No kernel causes a warning or spills registers. The table shows which registers a change costs.
     #[test]
@@ -269,34 +298,13 @@ mod tests {
         Some((installation, temporary))
     }
 
-    /// Returns the sources of kernels with the parameters that need the most registers, and with common ones.
-    fn instances() -> impl Iterator<Item = String> {
-        let attention = |kernel, [from, to]: [&'static str; 2], dims: [&'static str; 2]| {
-            instance("attention.cuh", kernel, [from, to, dims[0], dims[1]]).1
-        };
-        let of_dtypes = ["f32", "bf16", "f16"].map(|dtype| ([dtype; 2], ["64"; 2]));
-        let of_dims = [["128"; 2], ["192", "128"], ["256"; 2]].map(|dims| (["bf16", "f32"], dims));
-        let attention = of_dtypes.into_iter().chain(of_dims).flat_map(move |(dtypes, dims)| {
-            let of_both = ["attention_backward_keys_values"];
-            let of_each = ["attention_backward_keys", "attention_backward_values"];
-            let is_split = matches!(dims, ["192" | "256", _]);
-            let kernels = if is_split { &of_each[..] } else { &of_both[..] };
-            let kernels = ["attention", "attention_backward_queries"].iter().chain(kernels);
-            kernels.map(move |kernel| attention(*kernel, dtypes, dims)).collect::<Vec<_>>()
-        });
-        let grouped = ["f32", "bf16", "f16"].into_iter().flat_map(|dtype| {
-            let matmuls = ["false", "true"].map(|is_transposed| [dtype, is_transposed]);
-            let matmuls = matmuls.map(|parameters| ("grouped_matmul", parameters));
-            let transposed = ["1", "5"].map(|height| ("grouped_transposed_matmul", [dtype, height]));
-            matmuls.into_iter().chain(transposed)
-        });
-        attention.chain(grouped.map(|(kernel, parameters)| instance("grouped.cuh", kernel, parameters).1))
-    }
-
     /// Returns a line per kernel: its registers for each capability. Asserts that the compiler says nothing else.
     fn table(installation: &CudaInstallation) -> String {
         let mut registers: BTreeMap<String, Vec<String>> = BTreeMap::new();
-        let instances: Vec<String> = instances().collect();
+        let instances = INSTANCES.map(|(header, kernel, parameters)| {
+            let parameters: Vec<&str> = parameters.split(' ').collect();
+            instance_source(header, kernel, &parameters)
+        });
         let instances = instances.iter().map(|source| (GENERATED, &**source));
         let sources: Vec<_> = SOURCES.iter().copied().chain(instances).collect();
         let mut kernel = "";

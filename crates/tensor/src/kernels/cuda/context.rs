@@ -4,11 +4,13 @@ use super::api::call;
 use super::compile::{compile_all, compile_generated};
 use super::error::CudaError;
 use super::installation::{CudaInstallation, Gpu};
+use crate::kernels::host_pinning::HostPinning;
 use cudarc::driver::sys as cuda;
 use std::collections::HashMap;
-use std::ffi::{CString, c_int};
+use std::ffi::{CString, c_int, c_void};
 use std::fmt;
 use std::ops::Range;
+use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Memory grows by at least this fraction at a time, because each request takes time.
@@ -25,6 +27,8 @@ pub(super) struct Context {
     capability: c_int,
     modules: Mutex<Vec<cuda::CUmodule>>,
     functions: Mutex<HashMap<String, Function>>,
+    /// Addresses of host memory that is pinned.
+    pinned: Mutex<Vec<Range<usize>>>,
 }
 
 // SAFETY: handles of the driver may be used on any thread; each entry to the driver sets the context of the thread.
@@ -69,8 +73,8 @@ impl Context {
         // SAFETY: writes a handle, which `drop` releases.
         unsafe { call!(driver, cuDevicePrimaryCtxRetain(&mut handle, device))? };
         let functions = Mutex::default();
-        let modules = Mutex::default();
-        let context = Context { installation, device, handle, name, capability, modules, functions };
+        let (modules, pinned) = (Mutex::default(), Mutex::default());
+        let context = Context { installation, device, handle, name, capability, modules, functions, pinned };
         context.enter()?;
         for image in compile_all(installation, capability)? {
             context.load(&image)?;
@@ -108,6 +112,20 @@ impl Context {
         let driver = &self.installation.driver;
         // SAFETY: the context is retained.
         unsafe { call!(driver, cuCtxSetCurrent(self.handle)) }
+    }
+
+    /// Returns whether some of these bytes are pinned host memory, which the GPU reads after a copy was issued.
+    pub(super) fn is_pinned(&self, bytes: &[u8]) -> bool {
+        let addresses = bytes.as_ptr_range();
+        let (start, end) = (addresses.start as usize, addresses.end as usize);
+        let pinned = self.pinned.lock().unwrap_or_else(PoisonError::into_inner);
+        pinned.iter().any(|range| range.start < end && start < range.end)
+    }
+
+    /// Waits until all jobs of a stream have run.
+    pub(super) fn synchronize(&self, stream: cuda::CUstream) -> Result<(), CudaError> {
+        // SAFETY: a stream of this context.
+        unsafe { call!(self.installation.driver, cuStreamSynchronize(stream)) }
     }
 
     /// Returns a kernel by its name. Fails if no module has it.
@@ -252,6 +270,111 @@ impl Drop for DeviceAddresses {
             }
             let _ = (driver.cuMemAddressFree)(self.start, self.num_bytes);
         }
+    }
+}
+
+/// Memory of the host that is pinned: a GPU copies it without the help of the processor.
+#[derive(Debug)]
+pub(super) struct PinnedMemory {
+    context: Arc<Context>,
+    starts: Mutex<Vec<usize>>,
+}
+
+impl PinnedMemory {
+    pub(super) fn new(context: &Arc<Context>) -> Self {
+        PinnedMemory { context: Arc::clone(context), starts: Mutex::default() }
+    }
+}
+
+impl HostPinning for PinnedMemory {
+    fn pin(&self, start: NonNull<u8>, num_bytes: usize) {
+        let driver = &self.context.installation.driver;
+        // SAFETY: the memory is accessible, and `drop` unpins it.
+        let pinned = self.context.enter().and_then(|()| unsafe {
+            call!(driver, cuMemHostRegister_v2(start.as_ptr().cast(), num_bytes, 0))
+        });
+        if pinned.is_ok() {
+            let start = start.addr().get();
+            self.starts.lock().unwrap_or_else(PoisonError::into_inner).push(start);
+            self.context.pinned.lock().unwrap_or_else(PoisonError::into_inner).push(start..start + num_bytes);
+        }
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        let _ = self.context.enter();
+        let starts = std::mem::take(self.starts.get_mut().unwrap_or_else(PoisonError::into_inner));
+        for start in starts {
+            // SAFETY: pinned by `pin`. Copies hold the memory that they use, so none runs.
+            let _ = unsafe { (self.context.installation.driver.cuMemHostUnregister)(start as *mut c_void) };
+            let mut pinned = self.context.pinned.lock().unwrap_or_else(PoisonError::into_inner);
+            pinned.retain(|range| range.start != start);
+        }
+    }
+}
+
+/// Memory of a GPU outside the arena, for measurements.
+pub(super) struct TemporaryMemory<'c> {
+    context: &'c Context,
+    start: cuda::CUdeviceptr,
+}
+
+impl<'c> TemporaryMemory<'c> {
+    pub(super) fn allocate(context: &'c Context, num_bytes: usize) -> Result<Self, CudaError> {
+        let mut start = 0;
+        // SAFETY: writes an address, which `drop` frees.
+        unsafe { call!(context.installation.driver, cuMemAlloc_v2(&mut start, num_bytes))? };
+        Ok(TemporaryMemory { context, start })
+    }
+
+    pub(super) fn start(&self) -> usize {
+        self.start as usize
+    }
+}
+
+impl Drop for TemporaryMemory<'_> {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `allocate`. The driver waits for the kernels that use it.
+        let _ = unsafe { (self.context.installation.driver.cuMemFree_v2)(self.start) };
+    }
+}
+
+/// A point in time of a stream.
+pub(super) struct TimedEvent<'c> {
+    context: &'c Context,
+    handle: cuda::CUevent,
+}
+
+impl<'c> TimedEvent<'c> {
+    pub(super) fn record(context: &'c Context, stream: cuda::CUstream) -> Result<Self, CudaError> {
+        let driver = &context.installation.driver;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: writes a handle, which `drop` destroys.
+        unsafe { call!(driver, cuEventCreate(&mut handle, cuda::CUevent_flags::CU_EVENT_DEFAULT as u32))? };
+        let event = TimedEvent { context, handle };
+        // SAFETY: handles of this context.
+        unsafe { call!(driver, cuEventRecord(handle, stream))? };
+        Ok(event)
+    }
+
+    /// Waits for the event. Returns the time since an earlier one of the same stream.
+    pub(super) fn milliseconds_since(&self, earlier: &TimedEvent<'_>) -> Result<f32, CudaError> {
+        let driver = &self.context.installation.driver;
+        let mut milliseconds = 0.0;
+        // SAFETY: handles of this context. Writes a number.
+        unsafe {
+            call!(driver, cuEventSynchronize(self.handle))?;
+            call!(driver, cuEventElapsedTime(&mut milliseconds, earlier.handle, self.handle))?;
+        }
+        Ok(milliseconds)
+    }
+}
+
+impl Drop for TimedEvent<'_> {
+    fn drop(&mut self) {
+        // SAFETY: created by `record`.
+        let _ = unsafe { (self.context.installation.driver.cuEventDestroy_v2)(self.handle) };
     }
 }
 

@@ -43,6 +43,9 @@ pub enum CudaError {
     /// A kernel does not compile.
     #[error("the kernels of {source_name} do not compile for {architecture}: {log}")]
     Compile { source_name: &'static str, architecture: String, log: String },
+    /// The file with the chosen algorithms of matmuls cannot be used.
+    #[error("cannot use {}: {source}; make it writable, remove it, or do not time matmuls", path.display())]
+    AlgorithmFile { path: PathBuf, source: std::io::Error },
     /// A thread of the device could not be started.
     #[error("cannot start a thread that waits for the GPU: {source}")]
     Thread { source: std::io::Error },

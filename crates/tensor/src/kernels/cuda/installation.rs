@@ -26,7 +26,7 @@ pub struct CudaFolders {
     pub first: Option<PathBuf>,
     /// Folders that are searched after the system's loader: toolkits, and packages of Python.
     pub others: Vec<PathBuf>,
-    /// The folder for compiled kernels, which is created.
+    /// The folder for compiled kernels and chosen algorithms, which is created.
     pub cache: PathBuf,
 }
 
@@ -100,6 +100,12 @@ const CUBLAS: LibraryKind = LibraryKind {
     name: "the library for matmuls (libcublasLt)",
     file_names: &["libcublasLt.so.12", "libcublasLt.so.13"],
     advice: "install it with `pip install nvidia-cublas-cu12`, or set TRIREME_CUDA_LIBRARIES to the folder that contains it",
+};
+
+const NCCL: LibraryKind = LibraryKind {
+    name: "the library for collectives between GPUs (libnccl)",
+    file_names: &["libnccl.so.2"],
+    advice: "Trireme does not use it yet",
 };
 
 /// A library that was found.
@@ -184,6 +190,7 @@ impl CudaInstallation {
             (DRIVER.name, driver.map(found)),
             (NVRTC.name, open_nvrtc(folders).map(found)),
             (CUBLAS.name, open_blas(folders).map(found)),
+            (NCCL.name, find_nccl(folders)),
         ];
         CudaReport { libraries, gpus }
     }
@@ -228,7 +235,7 @@ impl CudaInstallation {
 #[derive(Debug)]
 pub struct CudaReport {
     /// The name of each library, and where it is or why it cannot be used.
-    pub libraries: [(&'static str, Result<FoundLibrary, CudaError>); 3],
+    pub libraries: [(&'static str, Result<FoundLibrary, CudaError>); 4],
     /// The visible GPUs; none without a driver.
     pub gpus: Result<Vec<Gpu>, CudaError>,
 }
@@ -316,6 +323,22 @@ fn open_blas(folders: &CudaFolders) -> Result<(BlasApi, FoundLibrary), CudaError
     let blas = BlasApi::load(blas).map_err(|source| unusable(&CUBLAS, &path, source))?;
     let version = blas.version() as i32;
     Ok((blas, FoundLibrary { path, version: (version / 10_000, version % 10_000 / 100) }))
+}
+
+fn find_nccl(folders: &CudaFolders) -> Result<FoundLibrary, CudaError> {
+    let (path, nccl) = find(&NCCL, folders)?;
+    let mut version = 0;
+    // SAFETY: the function has this signature. It writes one number.
+    unsafe {
+        let function = nccl.get::<unsafe extern "C" fn(&mut c_int) -> c_int>(b"ncclGetVersion\0");
+        let status = function.map_err(|source| unusable(&NCCL, &path, source))?(&mut version) as u32;
+        if status != 0 {
+            return Err(CudaError::Call { function: "ncclGetVersion", name: format!("error {status}") });
+        }
+    }
+    // The library's own threads may run.
+    std::mem::forget(nccl);
+    Ok(FoundLibrary { path, version: (version / 10_000, version % 10_000 / 100) })
 }
 
 fn unusable(kind: &LibraryKind, path: &Path, source: libloading::Error) -> CudaError {

@@ -142,28 +142,21 @@ impl Cuda {
     }
 
     /// Begins a launch of a kernel of a header, which is compiled when these parameters are first used.
-    pub(super) fn instance<const N: usize>(
-        &self,
-        header: &str,
-        kernel: &str,
-        parameters: [&str; N],
-    ) -> Launch<'_> {
-        let (name, source) = instance(header, kernel, parameters);
-        self.issue(|| self.context.load_generated(&name, || source));
-        self.kernel(&name, &[])
+    pub(super) fn instance(&self, header: &str, kernel: &str, parameters: &[&str]) -> Launch<'_> {
+        let name = instance_name(kernel, parameters);
+        self.issue(|| self.context.load_generated(&name, || instance_source(header, kernel, parameters)));
+        Launch { cuda: self, name, arguments: SmallVec::new() }
     }
 }
 
-/// Returns the name and the source of a kernel with parameters. The header defines it by a macro that has the kernel's name in capitals.
-pub(super) fn instance<const N: usize>(
-    header: &str,
-    kernel: &str,
-    parameters: [&str; N],
-) -> (String, String) {
-    let name = format!("{kernel}_{}", parameters.join("_"));
-    let (definition, parameters) = (kernel.to_uppercase(), parameters.join(", "));
-    let source = format!("#include \"{header}\"\n{definition}({name}, {parameters})\n");
-    (name, source)
+fn instance_name(kernel: &str, parameters: &[&str]) -> String {
+    format!("{kernel}_{}", parameters.join("_"))
+}
+
+/// Returns the source of a kernel with parameters. The header defines it by a macro that has the kernel's name in capitals.
+pub(super) fn instance_source(header: &str, kernel: &str, parameters: &[&str]) -> String {
+    let (definition, name) = (kernel.to_uppercase(), instance_name(kernel, parameters));
+    format!("#include \"{header}\"\n{definition}({name}, {})\n", parameters.join(", "))
 }
 
 impl Launch<'_> {

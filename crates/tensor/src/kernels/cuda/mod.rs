@@ -3,10 +3,11 @@
 //! Kernels are CUDA C++ (`sources/`), which NVRTC compiles for the GPU at hand. CUDA's libraries are loaded when a device is opened, so the
 //! program needs none of them to start. Expressions are translated to CUDA C++ and compiled when they are first issued (`expression.rs`).
 //!
-//! The host never waits for a kernel, except in downloads. A failure is recorded, and all events that are pending or recorded later fail
-//! with its cause.
+//! The host never waits for a kernel, except in downloads and to time matmuls. A failure is recorded, and all events that are pending or
+//! recorded later fail with its cause.
 
 mod api;
+mod blas;
 mod compile;
 mod context;
 mod error;
@@ -25,22 +26,29 @@ pub(crate) use run::attention_scratch;
 
 use crate::kernels::backend::{Backend, DeviceSide, HostCopy, Stream};
 use crate::kernels::call::Call;
+use crate::kernels::host_pinning::HostPinning;
 use crate::kernels::{Operand, OperandMut};
 use api::call;
-use context::Context;
-use matmul::Blas;
+use blas::Blas;
+use context::{Context, PinnedMemory};
 use std::panic::Location;
 use std::sync::Arc;
 use stream::Streams;
 use trireme_base::Event;
 
 /// Options of a CUDA device.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct CudaOptions {
     /// The libraries; `None` for those that [`CudaInstallation::from_environment`] finds when the device is opened.
     pub installation: Option<&'static CudaInstallation>,
     /// Number of the GPU among those that are visible to the process.
     pub ordinal: usize,
+    /// Whether f32 matmuls by cuBLASLt round their operands to TF32, which has 10 bits of fraction and is several times as fast. Attention
+    /// and experts stay in f32.
+    pub allow_tf32: bool,
+    /// Whether the algorithms that cuBLASLt proposes for a matmul are timed when its shape first occurs. The fastest is kept in the cache
+    /// folder, so that all processes that share the folder use the same. Otherwise, the library's first proposal is used.
+    pub time_matmuls: bool,
 }
 
 /// A GPU.
@@ -57,7 +65,8 @@ impl Cuda {
         let installation = options.installation.map_or_else(CudaInstallation::from_environment, Ok)?;
         let context = Context::open(installation, options.ordinal)?;
         let addresses = DeviceAddresses::reserve(&context)?;
-        let (streams, blas) = (Streams::start(&context)?, Blas::open(&context)?);
+        let (streams, blas) =
+            (Streams::start(&context)?, Blas::open(&context, options.allow_tf32, options.time_matmuls)?);
         Ok((Cuda { context, streams, blas }, addresses))
     }
 
@@ -124,12 +133,10 @@ impl Backend for Cuda {
         let driver = &self.context.installation.driver;
         let to = to.as_operand().addresses().start as u64;
         self.issue(|| {
-            // SAFETY: as in `copy_on_device`. The driver has read the host's memory when the function returns, because no code here pins
-            // memory.
-            unsafe {
-                let stream = self.streams.handle(Stream::Compute);
-                call!(driver, cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream))
-            }
+            let stream = self.streams.handle(Stream::Compute);
+            // SAFETY: as in `copy_on_device`. The driver has read the host's memory when the function returns, unless it is pinned.
+            unsafe { call!(driver, cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream))? };
+            if self.context.is_pinned(from) { self.context.synchronize(stream) } else { Ok(()) }
         });
     }
 
@@ -138,12 +145,12 @@ impl Backend for Cuda {
         let driver = &self.context.installation.driver;
         let from = from.addresses().start as u64;
         self.issue(|| {
+            let stream = self.streams.handle(Stream::Compute);
             // SAFETY: as in `copy_on_device`; the host's memory is borrowed until the stream has run.
             unsafe {
-                let stream = self.streams.handle(Stream::Compute);
                 call!(driver, cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), stream))?;
-                call!(driver, cuStreamSynchronize(stream))
             }
+            self.context.synchronize(stream)
         });
         if let Some(cause) = self.streams.failure() {
             panic!("{cause}");
@@ -184,6 +191,10 @@ impl Backend for Cuda {
             }
         });
         self.streams.record(stream, Some((host, operand)))
+    }
+
+    fn host_pinning(&self) -> Option<Box<dyn HostPinning>> {
+        Some(Box::new(PinnedMemory::new(&self.context)))
     }
 
     fn record(&self) -> Event {

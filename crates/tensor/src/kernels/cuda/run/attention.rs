@@ -13,7 +13,7 @@ const BLOCK_ROWS: usize = 128;
 /// Dims of heads are rounded up to a multiple of this, so that few kernels are compiled.
 const DIM_STEP: usize = 32;
 
-/// Largest sum of both dims of heads whose tiles fit into shared memory.
+/// Largest sum of both dims of heads whose tiles, of at least 16 rows (`TILE_ROWS`), fit into 48 KiB of shared memory.
 const DIMS_MAX: usize = 704;
 
 /// Largest bytes of a row of a key and its value for which a kernel has registers for the gradients of both.
@@ -57,7 +57,7 @@ impl Arrays {
     }
 
     /// Returns whether all rows of heads begin at multiples of a chunk, for elements of `size` bytes.
-    fn has_chunks(&self, shape: AttentionShape, size: usize) -> bool {
+    fn is_aligned(&self, shape: AttentionShape, size: usize) -> bool {
         let dims = [shape.head_dim, shape.value_dim];
         let strides = [self.query_stride, self.key_stride, self.value_stride];
         let bytes = dims.into_iter().chain(strides).map(|num| num * size);
@@ -72,8 +72,8 @@ struct Sizes<'a> {
     arrays: &'a Arrays,
     padding_starts: Option<Operand>,
     document_starts: Option<Operand>,
-    /// Whether kernels may read the arrays by chunks.
-    has_chunks: bool,
+    /// Whether all rows of heads begin at multiples of a chunk.
+    is_aligned: bool,
 }
 
 impl Argument for Sizes<'_> {
@@ -92,7 +92,7 @@ impl Argument for Sizes<'_> {
         let mask = [usize::from(scope.rule.is_causal), scope.rule.window.unwrap_or(0)].append(to);
         let positions = scope.queries.append(to) + scope.keys.append(to);
         let starts = self.padding_starts.append(to) + self.document_starts.append(to);
-        let alignment = usize::from(self.has_chunks).append(to);
+        let alignment = usize::from(self.is_aligned).append(to);
         let [scale, soft_cap] = [scope.rule.scale, scope.rule.soft_cap.unwrap_or(0.0)].map(f32::to_bits);
         let scales = pair(scale, soft_cap).append(to);
         sizes + strides + mask + positions + starts + alignment + scales
@@ -219,19 +219,19 @@ impl Cuda {
         let AttentionInputs { queries, padding_starts, document_starts, .. } = *inputs;
         let [y, log_sums] = results;
         let size = queries.dtype().size();
-        let has_chunks = arrays.has_chunks(shape, size);
-        let sizes = Sizes { shape, scope, arrays, padding_starts, document_starts, has_chunks };
-        let launch = self.of_dims("attention", [queries.dtype(), y.dtype()], shape).arg(sizes);
+        let is_aligned = arrays.is_aligned(shape, size);
+        let sizes = Sizes { shape, scope, arrays, padding_starts, document_starts, is_aligned };
+        let launch = self.attention_kernel("attention", [queries.dtype(), y.dtype()], shape).arg(sizes);
         let launch = launch.arg(arrays.queries).arg(arrays.keys).arg(arrays.values).arg(y).arg(log_sums);
         launch.arg(has_earlier_keys).over_rows(num_query_blocks(shape));
     }
 
     /// Begins a launch of a kernel that is compiled for the dims of the heads.
-    fn of_dims(&self, kernel: &str, [from, to]: [DType; 2], shape: AttentionShape) -> Launch<'_> {
+    fn attention_kernel(&self, kernel: &str, [from, to]: [DType; 2], shape: AttentionShape) -> Launch<'_> {
         let [dim, value_dim] = [shape.head_dim, shape.value_dim].map(|dim| dim.next_multiple_of(DIM_STEP));
-        assert!(dim + value_dim <= DIMS_MAX, "heads of {} and {}", shape.head_dim, shape.value_dim);
+        assert!(dim + value_dim <= DIMS_MAX, "head dims {dim} and {value_dim}: at most {DIMS_MAX} together");
         let [dim, value_dim] = [dim, value_dim].map(|dim| dim.to_string());
-        self.instance("attention.cuh", kernel, [from.name(), to.name(), &dim, &value_dim])
+        self.instance("attention.cuh", kernel, &[from.name(), to.name(), &dim, &value_dim])
     }
 
     /// Computes the gradients of queries, and of keys and values if they are separate; otherwise, one array has all of them.
@@ -250,9 +250,9 @@ impl Cuda {
         let (arrays, to) =
             (Arrays::new(queries, keys_values, shape), Arrays::new(d_queries, d_keys_values, shape));
         let size = queries.dtype().size();
-        let has_chunks =
-            arrays.has_chunks(shape, size) && output.dy.addresses().start.is_multiple_of(CHUNK_BYTES);
-        let sizes = || Sizes { shape, scope, arrays: &arrays, padding_starts, document_starts, has_chunks };
+        let is_aligned =
+            arrays.is_aligned(shape, size) && output.dy.addresses().start.is_multiple_of(CHUNK_BYTES);
+        let sizes = || Sizes { shape, scope, arrays: &arrays, padding_starts, document_starts, is_aligned };
         let num_queries = shape.rows() * shape.num_heads;
         let num_bytes = num_queries * size_of::<f32>();
         let deltas = scratch.as_operand().part(0..num_bytes, (Shape::from([num_queries]), DType::F32));
@@ -260,7 +260,8 @@ impl Cuda {
         let launch = launch.arg(shape.seq_len).arg(shape.num_heads).arg(shape.value_dim);
         launch.arg(deltas).over_warps(num_queries);
         let launch = |name: &str| {
-            let launch = self.of_dims(name, [queries.dtype(), d_queries.dtype()], shape).arg(sizes());
+            let launch =
+                self.attention_kernel(name, [queries.dtype(), d_queries.dtype()], shape).arg(sizes());
             let launch = launch.arg(arrays.queries).arg(arrays.keys).arg(arrays.values);
             launch.arg(output.dy).arg(output.log_sums).arg(deltas)
         };

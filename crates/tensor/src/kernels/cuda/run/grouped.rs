@@ -45,7 +45,7 @@ impl Cuda {
                 // The last tile of each group, and of the rows of no group, may be incomplete.
                 let num_slots = rows / TILE_ROWS + num_groups + 1;
                 let parameters = [precision.dtype().name(), &is_transposed.to_string()];
-                let launch = self.instance(HEADER, "grouped_matmul", parameters).arg(starts).arg(num_groups);
+                let launch = self.instance(HEADER, "grouped_matmul", &parameters).arg(starts).arg(num_groups);
                 let launch = launch.arg(Floats(*left)).arg(Floats(*right)).arg(Floats(out.as_operand()));
                 let launch = launch.arg(rows).arg(cols).arg(inner).arg(num_slots);
                 launch.run(num_blocks(num_slots * cols.div_ceil(TILE_COLS)));
@@ -64,10 +64,10 @@ impl Cuda {
                 let num_groups = (starts.shape().num_elements() - 1) / num_parts;
                 let tiles_per_row = cols.div_ceil(TILE_COLS);
                 let tiles_per_block = tiles_per_row * rows.div_ceil(TILE_ROWS);
-                // The number of sums that wait for another in the tree of all parts.
-                let height = num_parts.ilog2() + 1;
+                // The most sums of parts that wait for others to be added to.
+                let height = num_parts.ilog2().max(1);
                 let parameters = [precision.dtype().name(), &height.to_string()];
-                let launch = self.instance(HEADER, "grouped_transposed_matmul", parameters);
+                let launch = self.instance(HEADER, "grouped_transposed_matmul", &parameters);
                 let launch = launch
                     .arg(starts)
                     .arg(num_groups)

@@ -1,4 +1,5 @@
-// Rotary embeddings, latent heads, the cache of keys and values, and what attention's backward starts with. See `attention.cuh` for the rest.
+// Rotary embeddings, latent heads, the cache of keys and values, and the first step of the backward of attention. The others are in
+// `attention.cuh`.
 
 #include "attention.cuh"
 

@@ -2,8 +2,8 @@
 // up to; `instance` in `run/attention.rs`.
 //
 // The heads that share a head of keys are computed together: their queries are the rows of one matrix, all heads of the first query, then
-// those of the second. A warp has 16 rows of a matrix, and the block reads the rows of the other one tile by tile. Which keys a query sees is
-// a range of keys, because the positions of keys ascend.
+// those of the second. A warp has 16 rows of a matrix, and the block reads the rows of the other one tile by tile. The positions of
+// keys ascend, so a query sees one contiguous range of keys.
 #pragma once
 
 #include "mma.cuh"
@@ -17,15 +17,16 @@ struct Attention {
     Positions queries, keys;
     const u32* padding_starts;
     const u32* document_starts;
-    Alignment alignment;
+    u64 is_aligned;
     float scale, soft_cap;
 };
 
 // Rows of a block; `BLOCK_ROWS` in `run/attention.rs`.
 constexpr int BLOCK_ROWS = BLOCK / WARP * MMA_ROWS;
+static_assert(BLOCK_ROWS == 128, "as in `run/attention.rs`");
 
 // Rows of the tiles that a block reads, which static shared memory has room for.
-template <class T, int DIMS> constexpr int TILE_ROWS = sizeof(T) == 4 || DIMS > 640 ? 16 : DIMS > 320 ? 32 : 64;
+template <class T, int DIMS> constexpr int TILE_ROWS = sizeof(T) == 4 || DIMS > 320 ? 16 : 64;
 
 // Columns of scores that backward computes at a time: as many as are terms of a product in every dtype.
 constexpr int STEP = 16;
@@ -119,14 +120,18 @@ struct Group {
     }
 };
 
-// The group and the tile of rows of a block's item; the items of the last tile are first, which has the most keys if they are masked.
+// The group and the first row of a block's item. Items with the most work under a causal mask are first: the last queries, and the first
+// keys.
 struct Item {
     u64 group, first_row;
 
-    __device__ Item(const Attention& at, u64 item, u64 num) {
+    __device__ static Item of_queries(const Attention& at, u64 item, u64 num) {
+        return of_keys(at, num - 1 - item);
+    }
+
+    __device__ static Item of_keys(const Attention& at, u64 item) {
         u64 num_groups = at.batch * at.num_kv_heads;
-        group = item % num_groups;
-        first_row = (num / num_groups - 1 - item / num_groups) * BLOCK_ROWS;
+        return {item % num_groups, item / num_groups * BLOCK_ROWS};
     }
 };
 
@@ -172,7 +177,7 @@ template <int N, class S, class Visit> __device__ inline void for_each_sum(S (&s
 }
 
 // Calls `visit(row, col, left, right)` for two matrices of the same shape.
-template <int N, class Visit> __device__ inline void for_each_pair(Sums (&left)[N], Sums (&right)[N], Visit visit) {
+template <int N, class Visit> __device__ inline void for_each_pair(Accumulator (&left)[N], Accumulator (&right)[N], Visit visit) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
 #pragma unroll
@@ -184,7 +189,7 @@ template <int N, class Visit> __device__ inline void for_each_pair(Sums (&left)[
 
 // Writes sums to rows of `len` elements.
 template <class Y, int N>
-__device__ inline void write_rows(const Sums (&sums)[N], Y* array, const LaneRows& rows, u64 len, bool accumulate) {
+__device__ inline void write_rows(const Accumulator (&sums)[N], Y* array, const LaneRows& rows, u64 len, bool accumulate) {
     for_each_sum(sums, [&](int row, int col, float sum) {
         if (rows.exists[row] && col < len) {
             Y* to = array + rows.starts[row] + col;
@@ -209,10 +214,10 @@ __device__ inline KeyRange union_of_block(const KeyRange (&ranges)[2]) {
 template <int KEYS, int DIM, int VALUE_DIM, class T>
 __device__ inline void load_keys(const Group& group, const T* keys, const T* values, u32 first, T* key_tile, T* value_tile) {
     const Attention& at = group.at;
-    load_tile<KEYS, DIM>(key_tile, at.head_dim, at.alignment, [&](u32 key) {
+    load_tile<KEYS, DIM>(key_tile, at.head_dim, at.is_aligned, [&](u32 key) {
         return first + key < at.num_keys ? keys + group.key_start(first + key) : nullptr;
     });
-    load_tile<KEYS, VALUE_DIM>(value_tile, at.value_dim, at.alignment, [&](u32 key) {
+    load_tile<KEYS, VALUE_DIM>(value_tile, at.value_dim, at.is_aligned, [&](u32 key) {
         return first + key < at.num_keys ? values + group.value_start(first + key) : nullptr;
     });
 }
@@ -232,24 +237,24 @@ __device__ void attention(
     __shared__ __align__(16) T key_tile[KEYS * TILE_STRIDE<T, DIM>];
     __shared__ __align__(16) T value_tile[KEYS * TILE_STRIDE<T, VALUE_DIM>];
     FOR_EACH_ROW(index, num) {
-        Item item(at, index, num);
+        Item item = Item::of_queries(at, index, num);
         Group group(at, item.group);
         u32 rows[2] = {lane_row(item.first_row), lane_row(item.first_row) + 8};
         KeyRange ranges[2] = {group.visible(rows[0]), group.visible(rows[1])};
         LaneRows outputs = group.outputs_of(rows[0]);
-        LeftRows<T, DIM> own(queries, group.queries_of(rows[0]), at.head_dim, at.alignment);
+        GlobalRows<T, DIM> own(queries, group.queries_of(rows[0]), at.head_dim, at.is_aligned);
         float largest[2] = {-INFINITY, -INFINITY}, weights[2] = {};
-        Sums sums[VALUE_DIM / MMA_COLS] = {};
+        Accumulator sums[VALUE_DIM / MMA_COLS] = {};
         // The earlier result counts as one key with the score `log_sum` and the earlier output as its value.
         if (has_earlier) {
             for (int i = 0; i < 2; ++i) {
                 if (outputs.exists[i]) {
                     largest[i] = log_sums[group.statistics(rows[i])];
-                    weights[i] = largest[i] > -INFINITY && mma_col(0) == 0 ? 1.0f : 0.0f;
+                    weights[i] = largest[i] != -INFINITY && mma_col(0) == 0 ? 1.0f : 0.0f;
                 }
             }
             for_each_sum(sums, [&](int row, int col, float& sum) {
-                if (largest[row] > -INFINITY && col < at.value_dim) {
+                if (largest[row] != -INFINITY && col < at.value_dim) {
                     sum = to_f32(y[outputs.starts[row] + col]);
                 }
             });
@@ -262,7 +267,7 @@ __device__ void attention(
             if (is_idle(item.first_row, group.num_rows)) {
                 continue;
             }
-            Sums scores[KEYS / MMA_COLS] = {};
+            Accumulator scores[KEYS / MMA_COLS] = {};
             add_products(scores, own, key_tile, 0);
             float next[2] = {largest[0], largest[1]};
             for_each_sum(scores, [&](int row, int col, float& score) {
@@ -307,12 +312,12 @@ __device__ void attention_backward_queries(
     __shared__ __align__(16) T key_tile[KEYS * TILE_STRIDE<T, DIM>];
     __shared__ __align__(16) T value_tile[KEYS * TILE_STRIDE<T, VALUE_DIM>];
     FOR_EACH_ROW(index, num) {
-        Item item(at, index, num);
+        Item item = Item::of_queries(at, index, num);
         Group group(at, item.group);
         u32 rows[2] = {lane_row(item.first_row), lane_row(item.first_row) + 8};
         LaneRows own_queries = group.queries_of(rows[0]);
-        LeftRows<T, DIM> own(queries, own_queries, at.head_dim, at.alignment);
-        LeftRows<T, VALUE_DIM> own_dy(dy, group.outputs_of(rows[0]), at.value_dim, at.alignment);
+        GlobalRows<T, DIM> own(queries, own_queries, at.head_dim, at.is_aligned);
+        GlobalRows<T, VALUE_DIM> own_dy(dy, group.outputs_of(rows[0]), at.value_dim, at.is_aligned);
         KeyRange ranges[2] = {group.visible(rows[0]), group.visible(rows[1])};
         float log_sum[2] = {}, delta[2] = {};
         for (int i = 0; i < 2; ++i) {
@@ -322,7 +327,7 @@ __device__ void attention_backward_queries(
             }
         }
         KeyRange seen = union_of_block(ranges);
-        Sums sums[DIM / MMA_COLS] = {};
+        Accumulator sums[DIM / MMA_COLS] = {};
         for (u32 first = seen.first / KEYS * KEYS; first < seen.end; first += KEYS) {
             __syncthreads();
             load_keys<KEYS, DIM, VALUE_DIM>(group, keys, values, first, key_tile, value_tile);
@@ -332,7 +337,7 @@ __device__ void attention_backward_queries(
             }
 #pragma unroll 1
             for (int step = 0; step < KEYS; step += STEP) {
-                Sums scores[STEP / MMA_COLS] = {}, grads[STEP / MMA_COLS] = {};
+                Accumulator scores[STEP / MMA_COLS] = {}, grads[STEP / MMA_COLS] = {};
                 add_products(scores, own, key_tile, step);
                 add_products(grads, own_dy, value_tile, step);
                 for_each_pair(scores, grads, [&](int row, int col, float& score, float& grad) {
@@ -359,15 +364,15 @@ __device__ void attention_backward_keys_values(
     __shared__ float row_log_sums[ROWS], row_deltas[ROWS];
     __shared__ KeyRange row_ranges[ROWS];
     FOR_EACH_ROW(index, num) {
-        Item item(at, index, num);
+        Item item = Item::of_keys(at, index);
         Group group(at, item.group);
         u32 num_keys = u32(at.num_keys), block_end = min(u32(item.first_row) + BLOCK_ROWS, num_keys);
         u32 own[2] = {lane_row(item.first_row), lane_row(item.first_row) + 8};
         LaneRows key_rows = group.keys_of(own[0]), value_rows = group.values_of(own[0]);
         constexpr bool IS_HELD = sizeof(T) == 2 && DIM + VALUE_DIM <= 192;
-        LeftRows<T, DIM, IS_HELD> own_keys(keys, key_rows, at.head_dim, at.alignment);
-        LeftRows<T, VALUE_DIM, IS_HELD> own_values(values, value_rows, at.value_dim, at.alignment);
-        Sums key_sums[HAS_KEYS ? DIM / MMA_COLS : 2] = {}, value_sums[HAS_VALUES ? VALUE_DIM / MMA_COLS : 2] = {};
+        GlobalRows<T, DIM, IS_HELD> own_keys(keys, key_rows, at.head_dim, at.is_aligned);
+        GlobalRows<T, VALUE_DIM, IS_HELD> own_values(values, value_rows, at.value_dim, at.is_aligned);
+        Accumulator key_sums[HAS_KEYS ? DIM / MMA_COLS : 2] = {}, value_sums[HAS_VALUES ? VALUE_DIM / MMA_COLS : 2] = {};
         for (u32 first = 0; first < group.num_rows; first += ROWS) {
             __syncthreads();
             bool is_any_seen = false;
@@ -382,10 +387,10 @@ __device__ void attention_backward_keys_values(
             if (!block_any(is_any_seen)) {
                 continue;
             }
-            load_tile<ROWS, DIM>(query_tile, at.head_dim, at.alignment, [&](u32 row) {
+            load_tile<ROWS, DIM>(query_tile, at.head_dim, at.is_aligned, [&](u32 row) {
                 return first + row < group.num_rows ? queries + group.query_start(first + row) : nullptr;
             });
-            load_tile<ROWS, VALUE_DIM>(dy_tile, at.value_dim, at.alignment, [&](u32 row) {
+            load_tile<ROWS, VALUE_DIM>(dy_tile, at.value_dim, at.is_aligned, [&](u32 row) {
                 return first + row < group.num_rows ? dy + group.output_start(first + row) : nullptr;
             });
             __syncthreads();
@@ -394,7 +399,7 @@ __device__ void attention_backward_keys_values(
             }
 #pragma unroll 1
             for (int step = 0; step < ROWS; step += STEP) {
-                Sums scores[STEP / MMA_COLS] = {}, grads[STEP / MMA_COLS] = {};
+                Accumulator scores[STEP / MMA_COLS] = {}, grads[STEP / MMA_COLS] = {};
                 add_products(scores, own_keys, query_tile, step);
                 if constexpr (HAS_KEYS) {
                     add_products(grads, own_values, dy_tile, step);

@@ -51,8 +51,8 @@ constexpr int TILE_ROWS = 128, TILE_COLS = 64, TILE_TERMS = 32;
 constexpr int WARP_ROWS = 2 * MMA_ROWS, WARP_COLS = 4 * MMA_COLS, WARPS_PER_ROW = TILE_COLS / WARP_COLS;
 static_assert(TILE_ROWS / WARP_ROWS * WARPS_PER_ROW == BLOCK / WARP, "each warp has a part of the tile");
 
-struct TileSums {
-    Sums values[2][4];
+struct TileAccumulator {
+    Accumulator values[2][4];
 };
 
 // Calls `visit(row, col, sum)` with the place of each of a lane's sums in the tile.
@@ -118,7 +118,7 @@ __device__ inline void load_operand(T* tile, const Operand& at, u64 term, u64 nu
 
 // Adds the products of `num_terms` terms to the sums of a tile. All threads of the block take part.
 template <class T, Layout LEFT, Layout RIGHT>
-__device__ inline void add_terms(TileSums& sums, const Operand& left, const Operand& right, u64 num_terms) {
+__device__ inline void add_terms(TileAccumulator& sums, const Operand& left, const Operand& right, u64 num_terms) {
     constexpr int LEFT_STRIDE = TILE_STRIDE<T, LEFT == ROWS_OF_RESULT ? TILE_TERMS : TILE_ROWS>;
     constexpr int RIGHT_STRIDE = TILE_STRIDE<T, RIGHT == ROWS_OF_RESULT ? TILE_TERMS : TILE_COLS>;
     __shared__ __align__(16) T lefts[(LEFT == ROWS_OF_RESULT ? TILE_ROWS : TILE_TERMS) * LEFT_STRIDE];
@@ -135,22 +135,22 @@ __device__ inline void add_terms(TileSums& sums, const Operand& left, const Oper
             if (is_idle || first + term >= num_terms) {
                 continue;
             }
-            Left<T> own[2];
+            FragmentA<T> own[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 if constexpr (LEFT == ROWS_OF_RESULT) {
-                    own[i] = left_of_rows(lefts, LEFT_STRIDE, row + i * MMA_ROWS, term);
+                    own[i] = load_a_of_rows(lefts, LEFT_STRIDE, row + i * MMA_ROWS, term);
                 } else {
-                    own[i] = left_of_cols(lefts, LEFT_STRIDE, row + i * MMA_ROWS, term);
+                    own[i] = load_a_of_cols(lefts, LEFT_STRIDE, row + i * MMA_ROWS, term);
                 }
             }
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {
-                Right<T> others[2];
+                FragmentB<T> others[2];
                 if constexpr (RIGHT == ROWS_OF_RESULT) {
-                    load_right_of_rows(others, rights, RIGHT_STRIDE, col + j * MMA_COLS, term);
+                    load_b_of_rows(others, rights, RIGHT_STRIDE, col + j * MMA_COLS, term);
                 } else {
-                    load_right_of_cols(others, rights, RIGHT_STRIDE, col + j * MMA_COLS, term);
+                    load_b_of_cols(others, rights, RIGHT_STRIDE, col + j * MMA_COLS, term);
                 }
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
@@ -183,7 +183,7 @@ __device__ void grouped_matmul(
         return;
     }
     u64 first_row = start + slot * TILE_ROWS;
-    TileSums sums = {};
+    TileAccumulator sums = {};
     if (group < num_groups) {
         Floats block = part_of(right, group * inner * cols);
         Operand of_cols = {block, IS_TRANSPOSED ? inner : cols, first_col, cols, 0};
@@ -197,8 +197,8 @@ __device__ void grouped_matmul(
     });
 }
 
-__device__ inline TileSums operator+(const TileSums& left, const TileSums& right) {
-    TileSums sums;
+__device__ inline TileAccumulator operator+(const TileAccumulator& left, const TileAccumulator& right) {
+    TileAccumulator sums;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
         float& sum = sums.values[i / 16][i / 4 % 4].values[i % 4];
@@ -220,16 +220,16 @@ __device__ void grouped_transposed_matmul(
         u64 start = starts[part] - starts[0], end = starts[part + 1] - starts[0];
         check(start <= end && end <= inner);
         ++part;
-        TileSums sums = {};
+        TileAccumulator sums = {};
         add_terms<T, ROWS_OF_TERMS, ROWS_OF_TERMS>(
             sums, {left, rows, first_row, rows, start}, {right, cols, first_col, cols, start}, end - start);
         return sums;
     };
-    TileSums waiting[HEIGHT];
+    TileAccumulator waiting[HEIGHT];
     int num_waiting = 0;
     u32 num_terms = 1u << (31 - __clz(int(num_parts)));
     for (u32 term = 0; term < num_terms; ++term) {
-        TileSums own = product();
+        TileAccumulator own = product();
         if (term < num_parts - num_terms) {
             own = own + product();
         }

@@ -32,21 +32,21 @@ template <> __device__ inline Pair<f32> pair_of(f32 low, f32 high) {
 }
 
 // A lane's elements of a left matrix: rows `mma_row(0)` and `mma_row(2)` in turns.
-template <class T> struct Left {
+template <class T> struct FragmentA {
     Pair<T> pairs[MMA_TERMS<T> / 4];
 };
 
 // A lane's elements of a right matrix, all of one column.
-template <class T> struct Right {
+template <class T> struct FragmentB {
     Pair<T> pairs[MMA_TERMS<T> / 8];
 };
 
 // A lane's elements of a matrix of sums.
-struct Sums {
+struct Accumulator {
     float values[4];
 };
 
-// Row and column of an element of `Sums`. Elements 0 and 1 have the same row, and so have 2 and 3.
+// Row and column of an element of `Accumulator`. Elements 0 and 1 have the same row, and so have 2 and 3.
 __device__ inline int mma_row(int element) {
     return threadIdx.x % WARP / 4 + element / 2 * 8;
 }
@@ -59,15 +59,16 @@ __device__ inline int mma_col(int element) {
 // d += a * b for matrices of 16 x 16 and 16 x 8.
 #define MMA(T)                                                                         \
     __device__ inline void mma_m16n8k16_##T(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { \
-        asm("mma.sync.aligned.m16n8k16.row.col.f32." #T "." #T ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." #T "." #T ".f32 "        \
+                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                           \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));       \
     }
 MMA(bf16)
 MMA(f16)
 
-// Loads four matrices of 8 x 8 elements of 16 bits from shared memory. Lane `i` passes the address of row `i % 8` of matrix `i / 8`, and gets
-// two neighbours of each matrix, of row `i / 4`; with `ldmatrix_x4_trans`, of column `i / 4`.
+// Loads four matrices of 8 x 8 elements of 16 bits from shared memory. Lane `i` passes the address of row `i % 8` of matrix `i / 8`, and
+// gets two neighbours of each matrix, of row `i / 4`; with `ldmatrix_x4_trans`, of column `i / 4`.
 #define LDMATRIX(name, qualifier)                                                      \
     __device__ inline void name(u32 (&words)[4], const void* row) {                    \
         asm volatile("ldmatrix.sync.aligned.m8n8.x4" qualifier ".shared.b16 {%0, %1, %2, %3}, [%4];" \
@@ -88,7 +89,7 @@ __device__ inline void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], 
 }
 
 // Adds a product. All lanes of the warp take part.
-template <class T> __device__ inline void add_product(Sums& sums, const Left<T>& left, const Right<T>& right) {
+template <class T> __device__ inline void add_product(Accumulator& sums, const FragmentA<T>& left, const FragmentB<T>& right) {
     const u32 a[4] = {left.pairs[0].word, left.pairs[1].word, left.pairs[2].word, left.pairs[3].word};
     const u32 b[2] = {right.pairs[0].word, right.pairs[1].word};
     mma(sums.values, a, b, T());
@@ -99,7 +100,7 @@ __device__ inline Pair<f32> shuffled(Pair<f32> pair, int lane) {
 }
 
 // Tensor cores would round the operands to 10 bits.
-template <> __device__ inline void add_product(Sums& sums, const Left<f32>& left, const Right<f32>& right) {
+template <> __device__ inline void add_product(Accumulator& sums, const FragmentA<f32>& left, const FragmentB<f32>& right) {
     int lane = threadIdx.x % WARP;
 #pragma unroll 1
     for (int term = 0; term < MMA_TERMS<f32> / 2; ++term) {
@@ -115,8 +116,8 @@ template <> __device__ inline void add_product(Sums& sums, const Left<f32>& left
 }
 
 // Makes sums the left matrix of another product: as many matrices of sums, side by side, as have `MMA_TERMS` columns.
-template <class T> __device__ inline Left<T> left_of(const Sums* sums) {
-    Left<T> left;
+template <class T> __device__ inline FragmentA<T> fragment_a_of(const Accumulator* sums) {
+    FragmentA<T> left;
 #pragma unroll
     for (int i = 0; i < MMA_TERMS<T> / 4; ++i) {
         const float* pair = sums[i / 2].values + i % 2 * 2;
@@ -136,12 +137,10 @@ template <class T> constexpr int CHUNK = sizeof(Chunk) / sizeof(T);
 // banks.
 template <class T, int COLS> constexpr int TILE_STRIDE = COLS + CHUNK<T>;
 
-// Whether arrays may be read by chunks: each row begins at a multiple of 16 bytes, and its length is one.
-enum class Alignment : u64 { ELEMENTS, CHUNKS };
-
-// Copies a chunk of a row of `len` elements, with 0 beyond its end. `row` is null for a row of zeros.
-template <class T> __device__ inline Chunk chunk_of(const T* row, int col, int len, Alignment alignment) {
-    if (alignment == Alignment::CHUNKS) {
+// Copies a chunk of a row of `len` elements, with 0 beyond its end. `row` is null for a row of zeros. If rows are aligned, each begins at a
+// multiple of a chunk, and its length is one.
+template <class T> __device__ inline Chunk chunk_of(const T* row, int col, int len, bool is_aligned) {
+    if (is_aligned) {
         return row && col < len ? *reinterpret_cast<const Chunk*>(row + col) : Chunk{};
     }
     union {
@@ -157,18 +156,18 @@ template <class T> __device__ inline Chunk chunk_of(const T* row, int col, int l
 // Copies rows to a tile in shared memory. `row_at` returns the start of a row, or null for a row of zeros. All threads of the block take
 // part; the caller places barriers before and after.
 template <int ROWS, int COLS, class T, class RowAt>
-__device__ inline void load_tile(T* tile, int len, Alignment alignment, RowAt row_at) {
+__device__ inline void load_tile(T* tile, int len, bool is_aligned, RowAt row_at) {
     constexpr int CHUNKS = COLS / CHUNK<T>;
     for (int i = threadIdx.x; i < ROWS * CHUNKS; i += BLOCK) {
         int row = i / CHUNKS, col = i % CHUNKS * CHUNK<T>;
-        *reinterpret_cast<Chunk*>(tile + row * TILE_STRIDE<T, COLS> + col) = chunk_of(row_at(row), col, len, alignment);
+        *reinterpret_cast<Chunk*>(tile + row * TILE_STRIDE<T, COLS> + col) = chunk_of(row_at(row), col, len, is_aligned);
     }
 }
 
 // Loads a left matrix, whose rows are rows of a tile from `row` on.
-template <class T> __device__ inline Left<T> left_of_rows(const T* tile, int stride, int row, int term) {
+template <class T> __device__ inline FragmentA<T> load_a_of_rows(const T* tile, int stride, int row, int term) {
     int lane = threadIdx.x % WARP;
-    Left<T> left;
+    FragmentA<T> left;
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -183,9 +182,9 @@ template <class T> __device__ inline Left<T> left_of_rows(const T* tile, int str
 }
 
 // Loads a left matrix, whose columns are rows of a tile: elements from `row` on.
-template <class T> __device__ inline Left<T> left_of_cols(const T* tile, int stride, int row, int term) {
+template <class T> __device__ inline FragmentA<T> load_a_of_cols(const T* tile, int stride, int row, int term) {
     int lane = threadIdx.x % WARP;
-    Left<T> left;
+    FragmentA<T> left;
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -201,7 +200,7 @@ template <class T> __device__ inline Left<T> left_of_cols(const T* tile, int str
 }
 
 // Loads two right matrices side by side, whose columns are rows of a tile: 16 of them, from `col` on.
-template <class T> __device__ inline void load_right_of_rows(Right<T> (&right)[2], const T* tile, int stride, int col, int term) {
+template <class T> __device__ inline void load_b_of_rows(FragmentB<T> (&right)[2], const T* tile, int stride, int col, int term) {
     int lane = threadIdx.x % WARP;
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
@@ -219,7 +218,7 @@ template <class T> __device__ inline void load_right_of_rows(Right<T> (&right)[2
 }
 
 // Loads two right matrices side by side, whose rows are rows of a tile: columns from `col` on.
-template <class T> __device__ inline void load_right_of_cols(Right<T> (&right)[2], const T* tile, int stride, int col, int term) {
+template <class T> __device__ inline void load_b_of_cols(FragmentB<T> (&right)[2], const T* tile, int stride, int col, int term) {
     int lane = threadIdx.x % WARP;
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
@@ -247,16 +246,16 @@ struct LaneRows {
 };
 
 // Two rows of a left matrix of `COLS` terms, in global memory. If they are held, they stay in registers.
-template <class T, int COLS, bool IS_HELD = sizeof(T) == 2 && COLS <= 128> struct LeftRows {
+template <class T, int COLS, bool IS_HELD = sizeof(T) == 2 && COLS <= 128> struct GlobalRows {
     static constexpr int STEPS = COLS / MMA_TERMS<T>;
     // Null for a row of zeros.
     const T* rows[2];
     int len;
-    Alignment alignment;
-    Left<T> held[IS_HELD ? STEPS : 1];
+    bool is_aligned;
+    FragmentA<T> held[IS_HELD ? STEPS : 1];
 
-    __device__ LeftRows(const T* array, const LaneRows& rows, int len, Alignment alignment)
-        : rows{rows.at(array, 0), rows.at(array, 1)}, len(len), alignment(alignment) {
+    __device__ GlobalRows(const T* array, const LaneRows& rows, int len, bool is_aligned)
+        : rows{rows.at(array, 0), rows.at(array, 1)}, len(len), is_aligned(is_aligned) {
         if constexpr (IS_HELD) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
@@ -265,14 +264,14 @@ template <class T, int COLS, bool IS_HELD = sizeof(T) == 2 && COLS <= 128> struc
         }
     }
 
-    __device__ Left<T> load(int step) const {
-        Left<T> left;
+    __device__ FragmentA<T> load(int step) const {
+        FragmentA<T> left;
 #pragma unroll
         for (int i = 0; i < MMA_TERMS<T> / 4; ++i) {
             const T* row = rows[i % 2];
             int col = step * MMA_TERMS<T> + i / 2 * 8 + threadIdx.x % 4 * 2;
             bool is_within = row && col + 1 < len;
-            if (alignment == Alignment::CHUNKS) {
+            if (is_aligned) {
                 left.pairs[i] = is_within ? *reinterpret_cast<const Pair<T>*>(row + col) : Pair<T>{};
             } else {
                 left.pairs[i] = pair_of(row && col < len ? row[col] : T{}, is_within ? row[col + 1] : T{});
@@ -281,7 +280,7 @@ template <class T, int COLS, bool IS_HELD = sizeof(T) == 2 && COLS <= 128> struc
         return left;
     }
 
-    __device__ Left<T> at(int step) const {
+    __device__ FragmentA<T> at(int step) const {
         if constexpr (IS_HELD) {
             return held[step];
         } else {
@@ -290,17 +289,17 @@ template <class T, int COLS, bool IS_HELD = sizeof(T) == 2 && COLS <= 128> struc
     }
 };
 
-// Adds the products of rows with `2 * N` rows of a tile, from `first` on.
+// Adds the products of rows with `N * MMA_COLS` rows of a tile, from `first` on.
 template <class T, int COLS, bool IS_HELD, int N>
-__device__ inline void add_products(Sums (&sums)[N], const LeftRows<T, COLS, IS_HELD>& left, const T* tile, int first) {
+__device__ inline void add_products(Accumulator (&sums)[N], const GlobalRows<T, COLS, IS_HELD>& left, const T* tile, int first) {
     static_assert(N % 2 == 0, "right matrices are loaded by two");
 #pragma unroll IS_HELD ? COLS / MMA_TERMS<T> : 1
     for (int step = 0; step < COLS / MMA_TERMS<T>; ++step) {
-        Left<T> own = left.at(step);
+        FragmentA<T> own = left.at(step);
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
-            Right<T> right[2];
-            load_right_of_rows(right, tile, TILE_STRIDE<T, COLS>, first + i * MMA_COLS, step * MMA_TERMS<T>);
+            FragmentB<T> right[2];
+            load_b_of_rows(right, tile, TILE_STRIDE<T, COLS>, first + i * MMA_COLS, step * MMA_TERMS<T>);
             add_product(sums[i], own, right[0]);
             add_product(sums[i + 1], own, right[1]);
         }
@@ -309,15 +308,15 @@ __device__ inline void add_products(Sums (&sums)[N], const LeftRows<T, COLS, IS_
 
 // Adds rows of a tile from `first` on, times weights: the matrices of `weights` side by side.
 template <class T, int NUM_WEIGHTS, int N>
-__device__ inline void add_weighted_rows(Sums (&sums)[N], const Sums (&weights)[NUM_WEIGHTS], const T* tile, int first) {
+__device__ inline void add_weighted_rows(Accumulator (&sums)[N], const Accumulator (&weights)[NUM_WEIGHTS], const T* tile, int first) {
     static_assert(N % 2 == 0, "right matrices are loaded by two");
 #pragma unroll
     for (int term = 0; term < NUM_WEIGHTS * MMA_COLS; term += MMA_TERMS<T>) {
-        Left<T> own = left_of<T>(weights + term / MMA_COLS);
+        FragmentA<T> own = fragment_a_of<T>(weights + term / MMA_COLS);
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
-            Right<T> right[2];
-            load_right_of_cols(right, tile, TILE_STRIDE<T, N * MMA_COLS>, i * MMA_COLS, first + term);
+            FragmentB<T> right[2];
+            load_b_of_cols(right, tile, TILE_STRIDE<T, N * MMA_COLS>, i * MMA_COLS, first + term);
             add_product(sums[i], own, right[0]);
             add_product(sums[i + 1], own, right[1]);
         }

@@ -1,0 +1,33 @@
+//! Conversions of f16.
+
+/// Returns the value of the bits of an f16.
+pub(crate) fn widened(bits: u16) -> f32 {
+    let (sign, exponent, fraction) = (bits >> 15, bits >> 10 & 31, f32::from(bits & 0x3ff));
+    let magnitude = match exponent {
+        0 => fraction * 2.0_f32.powi(-24),
+        31 if fraction == 0.0 => f32::INFINITY,
+        31 => f32::NAN,
+        exponent => (1024.0 + fraction) * 2.0_f32.powi(i32::from(exponent) - 25),
+    };
+    if sign == 1 { -magnitude } else { magnitude }
+}
+
+/// Returns the bits of the nearest f16: of a pair of neighbors, the one with an even fraction.
+pub(crate) fn rounded(value: f32) -> u16 {
+    let sign = if value.is_sign_negative() { 0x8000 } else { 0 };
+    let magnitude = value.abs();
+    if magnitude.is_nan() {
+        return sign | 0x7e00;
+    }
+    // The distance of the neighbors.
+    let exponent = (magnitude.to_bits() >> 23) as i32 - 127;
+    let step = 2.0_f32.powi(exponent.max(-14) - 10);
+    let nearest = (magnitude / step).round_ties_even() * step;
+    if nearest >= 65_520.0 {
+        return sign | 0x7c00;
+    }
+    let exponent = ((nearest.to_bits() >> 23) as i32 - 127).max(-14);
+    let fraction = (nearest / 2.0_f32.powi(exponent - 10)) as u16;
+    // The leading bit of a normal number adds 1 to the exponent.
+    sign | ((((exponent + 14) as u16) << 10) + fraction)
+}

@@ -1,0 +1,220 @@
+//! cuBLASLt.
+//!
+//! The library's matrices are column-major. A row-major matrix is the transpose of a column-major one, so the library computes
+//! `transpose(out) = transpose(op(right)) transpose(op(left))`.
+
+mod algorithms;
+
+use super::api::{BlasApi, call};
+use super::context::Context;
+use super::error::CudaError;
+use crate::kernels::Operand;
+use algorithms::{Algorithm, AlgorithmFile, Problem};
+use cudarc::cublaslt::sys as blas;
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex};
+use trireme_base::DType;
+
+/// A handle of cuBLASLt, and the algorithms that were chosen.
+#[derive(Debug)]
+pub(super) struct Blas {
+    context: Arc<Context>,
+    handle: blas::cublasLtHandle_t,
+    algorithms: Mutex<HashMap<MatmulKind, Algorithm>>,
+    /// Keeps the fastest algorithms, if matmuls are timed.
+    file: Option<AlgorithmFile>,
+    /// Whether matmuls in f32 round their operands to TF32.
+    pub(super) allow_tf32: bool,
+}
+
+// SAFETY: the library's handle may be used on any thread.
+unsafe impl Send for Blas {}
+// SAFETY: as above.
+unsafe impl Sync for Blas {}
+
+/// Everything that the choice of an algorithm depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct MatmulKind {
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) inner: usize,
+    pub(super) transposed: [bool; 2],
+    pub(super) dtype: DType,
+    pub(super) out_dtype: DType,
+    pub(super) has_bias: bool,
+    /// Alignments of the addresses of the library's matrices A, B, C and D in bytes.
+    pub(super) alignments: [u32; 4],
+    /// Whether factors in f32 are rounded to TF32.
+    pub(super) is_tf32: bool,
+}
+
+/// The arrays of a matmul whose operands have the same dtype, with the result in another.
+pub(super) struct Arrays {
+    pub(super) left: Operand,
+    pub(super) right: Operand,
+    pub(super) bias: Option<Operand>,
+    /// An array of the dtype and shape of `out` that is added; it may be `out`.
+    pub(super) added: Option<Operand>,
+    pub(super) out: Operand,
+    pub(super) workspace: Operand,
+}
+
+impl Blas {
+    pub(super) fn open(
+        context: &Arc<Context>,
+        allow_tf32: bool,
+        time_matmuls: bool,
+    ) -> Result<Self, CudaError> {
+        context.enter()?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: writes a handle, which `drop` destroys.
+        unsafe { call!(context.installation.blas, cublasLtCreate(&mut handle))? };
+        let file = time_matmuls.then(|| AlgorithmFile::new(context));
+        Ok(Blas { context: Arc::clone(context), handle, algorithms: Mutex::default(), file, allow_tf32 })
+    }
+
+    fn api(&self) -> &'static BlasApi {
+        &self.context.installation.blas
+    }
+
+    /// Issues a matmul to a stream.
+    pub(super) fn multiply(
+        &self,
+        kind: MatmulKind,
+        arrays: &Arrays,
+        stream: blas::cudaStream_t,
+    ) -> Result<(), CudaError> {
+        let api = self.api();
+        let MatmulKind { rows, cols, inner, transposed, .. } = kind;
+        let description = Description::new(api, &kind, arrays.bias)?;
+        let stored = |rows, cols, is_transposed| if is_transposed { (cols, rows) } else { (rows, cols) };
+        let left = Layout::row_major(api, kind.dtype, stored(rows, inner, transposed[0]))?;
+        let right = Layout::row_major(api, kind.dtype, stored(inner, cols, transposed[1]))?;
+        let out = Layout::row_major(api, kind.out_dtype, (rows, cols))?;
+        let layouts = [&right, &left, &out];
+        let problem = Problem { kind, description: &description, layouts, arrays, stream };
+        let algorithm = self.algorithm(&problem)?;
+        self.issue(&problem, &algorithm, arrays.out.addresses().start)
+    }
+
+    /// Issues a matmul whose result goes to the address `out`.
+    fn issue(&self, problem: &Problem<'_>, algorithm: &Algorithm, out: usize) -> Result<(), CudaError> {
+        let (api, arrays) = (self.api(), problem.arrays);
+        let [right, left, result] = problem.layouts;
+        let (one, beta) = (1.0_f32, if arrays.added.is_some() { 1.0_f32 } else { 0.0 });
+        let address = |operand: Operand| operand.addresses().start as *mut c_void;
+        // SAFETY: the layouts describe the arrays, which are on this device and outlive the matmul (see `kernels::operand`), as does the
+        // memory at `out`. The numbers are read before the function returns.
+        unsafe {
+            call!(
+                api,
+                cublasLtMatmul(
+                    self.handle,
+                    problem.description.0,
+                    (&raw const one).cast(),
+                    address(arrays.right),
+                    right.0,
+                    address(arrays.left),
+                    left.0,
+                    (&raw const beta).cast(),
+                    arrays.added.map_or(out as *const c_void, |added| address(added).cast_const()),
+                    result.0,
+                    out as *mut c_void,
+                    result.0,
+                    &algorithm.algorithm,
+                    address(arrays.workspace),
+                    algorithm.workspace_bytes,
+                    problem.stream,
+                )
+            )
+        }
+    }
+}
+
+impl Drop for Blas {
+    fn drop(&mut self) {
+        let _ = self.context.enter();
+        // SAFETY: created by `open`.
+        let _ = unsafe { (self.api().cublasLtDestroy)(self.handle) };
+    }
+}
+
+/// The description of a matmul.
+struct Description(blas::cublasLtMatmulDesc_t, &'static BlasApi);
+
+impl Description {
+    fn new(api: &'static BlasApi, kind: &MatmulKind, bias: Option<Operand>) -> Result<Self, CudaError> {
+        use blas::cublasLtMatmulDescAttributes_t as attributes;
+        let mut handle = std::ptr::null_mut();
+        use blas::cublasComputeType_t::{CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32};
+        let compute = if kind.is_tf32 { CUBLAS_COMPUTE_32F_FAST_TF32 } else { CUBLAS_COMPUTE_32F };
+        let scale = blas::cudaDataType::CUDA_R_32F;
+        // SAFETY: writes a handle, which `drop` destroys.
+        unsafe { call!(api, cublasLtMatmulDescCreate(&mut handle, compute, scale))? };
+        let description = Description(handle, api);
+        // The library's `CUBLAS_OP_N` is 0, and `CUBLAS_OP_T` is 1.
+        let [left, right] = kind.transposed.map(u32::from);
+        description.set(attributes::CUBLASLT_MATMUL_DESC_TRANSA, right)?;
+        description.set(attributes::CUBLASLT_MATMUL_DESC_TRANSB, left)?;
+        if let Some(bias) = bias {
+            let epilogue = blas::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
+            description.set(attributes::CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue)?;
+            description.set(attributes::CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias.addresses().start as u64)?;
+        }
+        Ok(description)
+    }
+
+    fn set<T: bytemuck::Pod>(
+        &self,
+        attribute: blas::cublasLtMatmulDescAttributes_t,
+        value: T,
+    ) -> Result<(), CudaError> {
+        let Description(handle, api) = self;
+        // SAFETY: the value has the size of the attribute, and is read before the function returns.
+        unsafe {
+            call!(
+                api,
+                cublasLtMatmulDescSetAttribute(*handle, attribute, (&raw const value).cast(), size_of::<T>())
+            )
+        }
+    }
+}
+
+impl Drop for Description {
+    fn drop(&mut self) {
+        // SAFETY: created by `new`.
+        let _ = unsafe { (self.1.cublasLtMatmulDescDestroy)(self.0) };
+    }
+}
+
+/// The layout of a matrix.
+struct Layout(blas::cublasLtMatrixLayout_t, &'static BlasApi);
+
+impl Layout {
+    /// Describes a row-major matrix as the transpose of a column-major one.
+    fn row_major(
+        api: &'static BlasApi,
+        dtype: DType,
+        (rows, cols): (usize, usize),
+    ) -> Result<Self, CudaError> {
+        let dtype = match dtype {
+            DType::Bf16 => blas::cudaDataType::CUDA_R_16BF,
+            DType::F16 => blas::cudaDataType::CUDA_R_16F,
+            _ => blas::cudaDataType::CUDA_R_32F,
+        };
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: writes a handle, which `drop` destroys.
+        unsafe {
+            call!(api, cublasLtMatrixLayoutCreate(&mut handle, dtype, cols as u64, rows as u64, cols as i64))?
+        };
+        Ok(Layout(handle, api))
+    }
+}
+
+impl Drop for Layout {
+    fn drop(&mut self) {
+        // SAFETY: created by `row_major`.
+        let _ = unsafe { (self.1.cublasLtMatrixLayoutDestroy)(self.0) };
+    }
+}
