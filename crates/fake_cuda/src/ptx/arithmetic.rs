@@ -57,40 +57,33 @@ pub(super) fn flushed(value: f32) -> f32 {
     if value.is_subnormal() { 0.0_f32.copysign(value) } else { value }
 }
 
+/// Computes an operation of two floats of the same type.
+macro_rules! of_floats {
+    ($operation:expr, $left:expr, $right:expr) => {{
+        let (x, y) = ($left, $right);
+        match $operation {
+            Binary::Add => x + y,
+            Binary::Sub => x - y,
+            Binary::Mul => x * y,
+            Binary::Div => x / y,
+            Binary::Min => x.min(y),
+            Binary::Max => x.max(y),
+            Binary::CopySign => y.copysign(x),
+            operation => unreachable!("{operation:?} of floats"),
+        }
+    }};
+}
+
 pub(super) fn binary(operation: Binary, of_type: Type, [left, right]: [u64; 2]) -> u64 {
     match of_type {
-        Type::F32 => {
+        Type::F32 if operation == Binary::AddToZero => {
             let (x, y) = (f32_of(left), f32_of(right));
-            bits_of(match operation {
-                Binary::Add => x + y,
-                Binary::AddToZero => {
-                    let (exact, nearest) = (f64::from(x) + f64::from(y), x + y);
-                    let is_beyond = f64::from(nearest).abs() > exact.abs();
-                    if is_beyond { f32::from_bits(nearest.to_bits() - 1) } else { nearest }
-                }
-                Binary::Sub => x - y,
-                Binary::Mul => x * y,
-                Binary::Div => x / y,
-                Binary::Min => x.min(y),
-                Binary::Max => x.max(y),
-                Binary::CopySign => y.copysign(x),
-                _ => unreachable!("{operation:?} of f32"),
-            })
+            let (exact, nearest) = (f64::from(x) + f64::from(y), x + y);
+            let is_beyond = f64::from(nearest).abs() > exact.abs();
+            bits_of(if is_beyond { f32::from_bits(nearest.to_bits() - 1) } else { nearest })
         }
-        Type::F64 => {
-            let (x, y) = (f64::from_bits(left), f64::from_bits(right));
-            let result = match operation {
-                Binary::Add => x + y,
-                Binary::Sub => x - y,
-                Binary::Mul => x * y,
-                Binary::Div => x / y,
-                Binary::Min => x.min(y),
-                Binary::Max => x.max(y),
-                Binary::CopySign => y.copysign(x),
-                _ => unreachable!("{operation:?} of f64"),
-            };
-            result.to_bits()
-        }
+        Type::F32 => bits_of(of_floats!(operation, f32_of(left), f32_of(right))),
+        Type::F64 => of_floats!(operation, f64::from_bits(left), f64::from_bits(right)).to_bits(),
         Type::Bits(_) | Type::Signed(_) | Type::Predicate => {
             let (size, bits) = (of_type.num_bytes(), 8 * of_type.num_bytes() as u32);
             let (x, y) = (integer(left, of_type), integer(right, of_type));

@@ -46,7 +46,7 @@ fn gpu_options() -> Option<DeviceOptions> {
     })
 }
 
-/// Runs tests once more with PTX that NVRTC has compiled, which is interpreted: those of kernels with inline assembly, and others.
+/// NVRTC compiles the kernels to PTX, which the stand-in interprets. Runs the tests of kernels with inline assembly, and some others.
 #[test]
 fn kernels_have_the_same_results_as_ptx() {
     let folder = std::env::var_os("TRIREME_TEST_NVRTC").ok_or("TRIREME_TEST_NVRTC is not set");

@@ -44,6 +44,12 @@ pub(super) struct Problem<'a> {
     pub(super) stream: blas::cudaStream_t,
 }
 
+impl Problem<'_> {
+    fn layout_handles(&self) -> [blas::cublasLtMatrixLayout_t; 3] {
+        self.layouts.map(|layout| layout.0)
+    }
+}
+
 /// The file with the fastest algorithm of each kind of matmul, for a GPU and a version of the library.
 #[derive(Debug)]
 pub(super) struct AlgorithmFile(PathBuf);
@@ -172,7 +178,7 @@ impl Blas {
     /// Returns an algorithm with the memory that it needs, if the library accepts it for this matmul.
     fn checked(&self, problem: &Problem<'_>, algorithm: blas::cublasLtMatmulAlgo_t) -> Option<Algorithm> {
         let api = self.api();
-        let [first, second, out] = problem.layouts.map(|layout| layout.0);
+        let [first, second, out] = problem.layout_handles();
         let mut found = MaybeUninit::<blas::cublasLtMatmulHeuristicResult_t>::uninit();
         // SAFETY: handles of the library. Writes a result if it succeeds, of which only a field without invalid values is read.
         let workspace_bytes = unsafe {
@@ -200,7 +206,7 @@ impl Blas {
     fn proposals(&self, problem: &Problem<'_>, num: usize) -> Result<Vec<Algorithm>, CudaError> {
         use blas::cublasLtMatmulPreferenceAttributes_t as attributes;
         let api = self.api();
-        let [first, second, out] = problem.layouts.map(|layout| layout.0);
+        let [first, second, out] = problem.layout_handles();
         let preference = Preference::new(api)?;
         let workspace_bytes_max = problem.arrays.workspace.num_bytes() as u64;
         preference.set(attributes::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes_max)?;
@@ -229,7 +235,7 @@ impl Blas {
                     out,
                     preference.0,
                     num.min(NUM_PROPOSALS) as i32,
-                    found[0].as_mut_ptr(),
+                    found.as_mut_ptr().cast(),
                     &mut num_found,
                 )
             )?;
@@ -245,7 +251,8 @@ impl Blas {
                 })
             }
         };
-        let found: Vec<Algorithm> = found[..num_found.max(0) as usize].iter().filter_map(of).collect();
+        let found: Vec<Algorithm> =
+            found[..num_found.clamp(0, NUM_PROPOSALS as i32) as usize].iter().filter_map(of).collect();
         if found.is_empty() {
             let name = format!("no algorithm for {:?}", problem.kind);
             return Err(CudaError::Call { function: "cublasLtMatmulAlgoGetHeuristic", name });
