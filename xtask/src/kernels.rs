@@ -39,10 +39,15 @@ pub(crate) struct KernelsArgs {
     /// Write nothing, but fail if docs/kernels.md is out of date.
     #[arg(long)]
     check: bool,
+
+    /// Do not run the suites: they have run with TRIREME_KERNEL_TRACE set to this folder.
+    #[arg(long, value_name = "FOLDER")]
+    traces: Option<PathBuf>,
 }
 
 pub(crate) fn run(args: &KernelsArgs, root: &Path) -> Result<()> {
-    let (page, path) = (page(&kernels(root)?, &traces(root)?)?, root.join(LIST));
+    let traces = args.traces.as_deref().map_or_else(|| run_and_read_traces(root), read_traces)?;
+    let (page, path) = (page(&kernels(root)?, &traces)?, root.join(LIST));
     if args.check {
         let written = fs::read_to_string(&path).unwrap_or_default();
         ensure!(written == page, "{LIST} is out of date: run `cargo xtask kernels`");
@@ -98,7 +103,7 @@ fn kernels(root: &Path) -> Result<Vec<Kernel>> {
 type Traces = BTreeMap<(String, String), BTreeSet<String>>;
 
 /// Runs the suites, which record the kernels that they call.
-fn traces(root: &Path) -> Result<Traces> {
+fn run_and_read_traces(root: &Path) -> Result<Traces> {
     let folder = std::env::temp_dir().join(format!("trireme-kernel-trace-{}", std::process::id()));
     fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let found = run_suites(root, &folder).and_then(|()| read_traces(&folder));
@@ -126,6 +131,9 @@ fn read_traces(folder: &Path) -> Result<Traces> {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let parts: Vec<&str> = name.split('.').collect();
         let [suite, module, backend] = parts[..] else { continue };
+        if !SUITES.contains(&suite) {
+            continue;
+        }
         for kernel in fs::read_to_string(&path)?.lines() {
             let key = (kernel.to_owned(), backend.to_owned());
             traces.entry(key).or_default().insert(format!("`{suite}/{module}.rs`"));

@@ -63,7 +63,7 @@ fn ladder(root: &Path) -> Result<bool> {
     let cargo = |arguments: &[&str]| -> Result<bool> {
         Ok(commands::cargo(root).args(arguments).status().context("cannot run cargo")?.success())
     };
-    let example = ["build", "--quiet", "--package", "trireme", "--example", "residual_network"];
+    let example = ["build", "--quiet", "--package", "residual_network"];
     let test =
         ["test", "--quiet", "--package", "trireme", "--test", "command", "layouts::", "--", "--nocapture"];
     Ok(cargo(&example)? && cargo(&test)?)

@@ -229,8 +229,8 @@ fn training_programs() -> Vec<TrainingProgram> {
     let trireme = Path::new(env!("CARGO_BIN_EXE_trireme"));
     let model = |(name, _)| TrainingProgram { name, program: trireme.to_owned(), has_positions: true };
     let mut subjects: Vec<TrainingProgram> = MODELS.into_iter().map(model).collect();
-    let program = trireme.with_file_name("examples").join(EXAMPLE);
-    let found = program.exists().then_some(program).ok_or("cargo build --example residual_network makes it");
+    let program = trireme.with_file_name(EXAMPLE);
+    let found = program.exists().then_some(program).ok_or("cargo build --package residual_network makes it");
     let example = |program| TrainingProgram { name: EXAMPLE, program, has_positions: false };
     subjects.extend(or_skip("program of the example", found).map(example));
     subjects

@@ -1,7 +1,7 @@
 //! Tests of the convolution against f64, and of bit-equal training under every layout.
 
 #[expect(dead_code, reason = "the function that starts the program")]
-#[path = "main.rs"]
+#[path = "../src/main.rs"]
 mod program;
 
 use program::Shapes;

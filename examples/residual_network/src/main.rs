@@ -1,6 +1,6 @@
 //! A residual network (He et al., "Deep residual learning for image recognition", 2016) that classifies the shapes in small images.
 //!
-//! `cargo run --release --example residual_network -- train examples/residual_network/shapes.toml --workers 2`
+//! `cargo run --release --package residual_network -- train examples/residual_network/shapes.toml --workers 2`
 
 pub(crate) mod convolution;
 pub(crate) mod images;
