@@ -80,9 +80,12 @@ impl<T: BufferElement> Buffer<T> {
     }
 
     /// Turns the vector into memory for device copies. Blocks until no device uses it.
-    pub fn into_memory(mut self) -> Pending<Buffer<T>> {
-        self.wait();
-        Pending::new(self)
+    ///
+    /// # Errors
+    /// [`CommError::DeviceFailed`] if the device has failed.
+    pub fn into_memory(mut self) -> Result<Pending<Buffer<T>>, CommError> {
+        self.wait()?;
+        Ok(Pending::new(self))
     }
 
     /// The element type.
@@ -101,9 +104,12 @@ impl<T: BufferElement> Buffer<T> {
     }
 
     /// Blocks until no device uses the vector. Call it before a [pending](Buffer::pending) vector is read. Methods that write to the vector
-    /// wait automatically.
-    pub fn wait(&mut self) {
-        self.storage.wait();
+    /// wait automatically, and panic if the device has failed.
+    ///
+    /// # Errors
+    /// [`CommError::DeviceFailed`] if the device has failed.
+    pub fn wait(&mut self) -> Result<(), CommError> {
+        self.storage.wait()
     }
 
     pub(crate) fn from_storage(storage: Storage) -> Self {
@@ -204,7 +210,12 @@ impl Storage {
         }
     }
 
-    pub(crate) fn wait(&mut self) {
+    /// Blocks until no device uses the memory.
+    ///
+    /// # Errors
+    /// If the device has failed. The memory is lost.
+    pub(crate) fn wait(&mut self) -> Result<(), CommError> {
+        self.event().outcome().map_err(|cause| CommError::DeviceFailed { cause })?;
         self.memory = match std::mem::replace(&mut self.memory, Memory::Heap(Vec::new())) {
             Memory::Pending(pending) => {
                 let ready = (pending.wait)();
@@ -213,6 +224,11 @@ impl Storage {
             }
             memory => memory,
         };
+        Ok(())
+    }
+
+    fn wait_or_panic(&mut self) {
+        self.wait().unwrap_or_else(|failure| panic!("{failure}"));
     }
 
     /// Panics unless the storage has elements of `dtype` and at least `num_bytes` bytes.
@@ -224,7 +240,7 @@ impl Storage {
 
     /// The address of the first byte. A raw pointer rather than a reference, because peers may access the bytes while it exists.
     pub(crate) fn as_mut_ptr(&mut self) -> *mut u8 {
-        self.wait();
+        self.wait_or_panic();
         match &mut self.memory {
             Memory::Pending(_) => unreachable!("it was waited for"),
             Memory::Heap(lines) => lines.as_mut_ptr().cast(),
@@ -253,7 +269,7 @@ impl Storage {
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        self.wait();
+        self.wait_or_panic();
         let all = match &mut self.memory {
             Memory::Pending(_) => unreachable!("it was waited for"),
             Memory::Heap(lines) => bytemuck::cast_slice_mut(lines),

@@ -95,14 +95,14 @@ impl BlockLens {
 
 impl Payload {
     /// Blocks until no device uses the vectors.
-    pub(crate) fn wait(&mut self) {
+    ///
+    /// # Errors
+    /// If the device has failed.
+    pub(crate) fn wait(&mut self) -> Result<(), CommError> {
         match self {
             Payload::Vector(vector) => vector.wait(),
-            Payload::Pair { input, output, .. } => {
-                input.wait();
-                output.wait();
-            }
-            Payload::Nothing | Payload::Blocks(_) => (),
+            Payload::Pair { input, output, .. } => input.wait().and_then(|()| output.wait()),
+            Payload::Nothing | Payload::Blocks(_) => Ok(()),
         }
     }
 }

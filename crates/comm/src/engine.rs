@@ -75,13 +75,13 @@ impl Engine {
         payload: &mut Payload,
         is_awaited: bool,
     ) -> Result<(), CommError> {
-        payload.wait();
+        let ready = payload.wait();
         let (sequence, started, timeout) = (self.next_sequence, Instant::now(), self.timeout);
         let call = Call { is_awaited, operation, sequence, started, timeout };
         self.next_sequence += 1;
         self.recorder.begin(&call, issued);
         self.control.call_statistics = CallStatistics::default();
-        let result = self.check_peers(&call).and_then(|()| {
+        let result = ready.and_then(|()| self.check_peers(&call)).and_then(|()| {
             let running = AbandonOnPanic { transport: &mut *self.transport, payload };
             running.transport.execute(&call, running.payload, &mut self.control)
         });

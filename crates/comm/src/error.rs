@@ -114,6 +114,9 @@ pub enum CommError {
     Protocol { rank: Rank, operation: Operation, sequence: u64, what: String },
     #[error("waiting for peers failed during operation {sequence}, {operation}")]
     Wait { operation: Operation, sequence: u64, source: Arc<io::Error> },
+    /// The device that was to provide the operation's vector has failed.
+    #[error("the device failed: {cause}")]
+    DeviceFailed { cause: String },
     #[error("this rank panicked while using the group; see the panic message")]
     Panicked,
 }

@@ -112,7 +112,9 @@ impl Fusion {
             return self.group.all_reduce(vector, self.op).into();
         }
         // The vector is copied right away.
-        vector.wait();
+        if let Err(failure) = vector.wait() {
+            return Work::ready(Err(failure)).into();
+        }
         let mut state = lock(&self.state);
         if lock(&state.open).len + vector.len() > self.len_max {
             self.close(&mut state);

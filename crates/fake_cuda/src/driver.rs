@@ -1,7 +1,7 @@
 //! The functions of the driver.
 
 use crate::Out;
-use crate::gpu::{GRID_YZ_MAX, SHARED_BYTES, THREADS_PER_BLOCK_MAX};
+use crate::gpu::{GRID_YZ_MAX, NUM_MULTIPROCESSORS, SHARED_BYTES, THREADS_PER_BLOCK_MAX};
 use crate::launch::{Index, Launch};
 use crate::memory::GRANULARITY;
 use crate::module::{Module, image_bytes};
@@ -60,6 +60,7 @@ unsafe extern "C" fn cuGetErrorName(error: CUresult, name: Out<'_, *const c_char
         CUDA_ERROR_NO_DEVICE => c"CUDA_ERROR_NO_DEVICE",
         CUDA_ERROR_NOT_FOUND => c"CUDA_ERROR_NOT_FOUND",
         CUDA_ERROR_LAUNCH_TIMEOUT => c"CUDA_ERROR_LAUNCH_TIMEOUT",
+        CUDA_ERROR_DEVICE_UNAVAILABLE => c"CUDA_ERROR_DEVICE_UNAVAILABLE",
         _ => c"CUDA_ERROR_UNKNOWN",
     };
     name.write(text.as_ptr());
@@ -108,12 +109,13 @@ unsafe extern "C" fn cuDeviceTotalMem_v2(num_bytes: Out<'_, usize>, _device: c_i
 unsafe extern "C" fn cuDeviceGetAttribute(
     value: Out<'_, c_int>,
     attribute: CUdevice_attribute,
-    _device: c_int,
+    device: c_int,
 ) -> CUresult {
     call(|driver| {
         let found = match attribute {
-            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => driver.gpu.capability / 10,
-            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => driver.gpu.capability % 10,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => driver.gpu.capability(device) / 10,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => driver.gpu.capability(device) % 10,
+            CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => NUM_MULTIPROCESSORS,
             _ => return Err(CUDA_ERROR_INVALID_VALUE),
         };
         value.write(found);
@@ -123,7 +125,8 @@ unsafe extern "C" fn cuDeviceGetAttribute(
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: Out<'_, *mut c_void>, device: c_int) -> CUresult {
-    call(|_| {
+    call(|driver| {
+        driver.ordinal = device;
         context.write((device as usize * 16 + 8) as *mut c_void);
         Ok(())
     })

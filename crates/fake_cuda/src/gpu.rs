@@ -1,15 +1,18 @@
-//! The GPU that the driver claims to have.
+//! The GPUs that the driver claims to have.
 
 use std::str::FromStr;
 
-/// Description of the GPU, from the environment.
-#[derive(Debug, Clone, Copy)]
+/// Description of the GPUs, from the environment.
+#[derive(Debug, Clone)]
 pub struct Gpu {
     /// `FAKE_CUDA_GPUS`: number of GPUs; 1 by default.
     pub num_gpus: i32,
-    /// `FAKE_CUDA_CAPABILITY`: compute capability, as ten times the major and the minor number; 90 by default.
-    pub capability: i32,
-    /// `FAKE_CUDA_MEMORY`: memory in MiB; 16 GiB by default. The host's memory is used only where a program writes.
+    /// `FAKE_CUDA_CAPABILITY`: compute capabilities, as ten times the major and the minor number, separated by commas. The last is that of
+    /// all further GPUs; 90 by default.
+    capabilities: Vec<i32>,
+    /// `FAKE_CUDA_LOST`: a GPU and a number of kernels, separated by a colon. The GPU is lost when this many have been launched.
+    pub lost: Option<(i32, u64)>,
+    /// `FAKE_CUDA_MEMORY`: memory of a GPU in MiB; 16 GiB by default. The host's memory is used only where a program writes.
     pub memory_bytes: usize,
     /// `FAKE_CUDA_DRIVER`: version of CUDA that the driver supports, as a thousand times the major and ten times the minor number; 12080 by
     /// default.
@@ -21,10 +24,21 @@ impl Gpu {
     pub fn from_environment() -> Self {
         Gpu {
             num_gpus: variable("FAKE_CUDA_GPUS", 1),
-            capability: variable("FAKE_CUDA_CAPABILITY", 90),
+            capabilities: text("FAKE_CUDA_CAPABILITY")
+                .split(',')
+                .filter_map(|capability| capability.parse().ok())
+                .collect(),
+            lost: text("FAKE_CUDA_LOST")
+                .split_once(':')
+                .and_then(|(gpu, launches)| Some((gpu.parse().ok()?, launches.parse().ok()?))),
             memory_bytes: variable::<usize>("FAKE_CUDA_MEMORY", 16 << 10) << 20,
             driver_version: variable("FAKE_CUDA_DRIVER", 12080),
         }
+    }
+
+    /// Returns the compute capability of a GPU.
+    pub fn capability(&self, ordinal: i32) -> i32 {
+        self.capabilities.get(ordinal as usize).or(self.capabilities.last()).copied().unwrap_or(90)
     }
 }
 
@@ -37,7 +51,14 @@ pub const GRID_YZ_MAX: u32 = 65_535;
 /// Bytes of dynamic shared memory that a block may have.
 pub const SHARED_BYTES: usize = 48 << 10;
 
+/// Number of multiprocessors of a GPU.
+pub const NUM_MULTIPROCESSORS: i32 = 4;
+
+fn text(name: &str) -> String {
+    std::env::var(name).unwrap_or_default()
+}
+
 /// Returns the value of an environment variable, or the default if it is absent or not a number.
 pub(crate) fn variable<T: FromStr>(name: &str, default: T) -> T {
-    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
+    text(name).parse().unwrap_or(default)
 }

@@ -58,6 +58,9 @@ struct EventState {
 /// The state of the driver.
 pub(crate) struct Driver {
     pub(crate) gpu: Gpu,
+    /// The GPU that the program uses.
+    pub(crate) ordinal: i32,
+    num_launches: u64,
     pub(crate) is_initialized: bool,
     pub(crate) memory: DeviceMemory,
     pub(crate) modules: BTreeMap<u64, Module>,
@@ -91,6 +94,8 @@ impl Driver {
         let eagerness = EAGERNESS[random.below(EAGERNESS.len())];
         Driver {
             gpu: Gpu::from_environment(),
+            ordinal: 0,
+            num_launches: 0,
             is_initialized: false,
             memory: DeviceMemory::default(),
             modules: BTreeMap::new(),
@@ -138,6 +143,12 @@ impl Driver {
     }
 
     pub(crate) fn push(&mut self, stream: u64, job: Job) -> Result<(), CUresult> {
+        if let Job::Launch(_) = job {
+            self.num_launches += 1;
+            if self.gpu.lost == Some((self.ordinal, self.num_launches)) {
+                self.failure = Some(CUDA_ERROR_DEVICE_UNAVAILABLE);
+            }
+        }
         self.streams.get_mut(&stream).ok_or(CUDA_ERROR_INVALID_HANDLE)?.push_back(job);
         if self.random.below(8) < self.eagerness {
             self.run_one();

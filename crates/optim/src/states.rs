@@ -7,7 +7,7 @@ use crate::muon::MUON_STATES;
 use crate::optimizer::{Optimizer, UnitUpdate};
 use crate::rules::StateSpec;
 use std::ops::Range;
-use trireme_tensor::{Device, OptimizerState, ParameterInfo, ParameterTable, Shape, Tensor};
+use trireme_tensor::{Device, DeviceError, OptimizerState, ParameterInfo, ParameterTable, Shape, Tensor};
 
 /// Name, shape and location of one state of one parameter.
 #[derive(Debug, Clone)]
@@ -42,16 +42,19 @@ enum Source<'a> {
 impl State<'_> {
     /// Copies this rank's values of the state to host memory.
     ///
+    /// # Errors
+    /// If the device has failed.
+    ///
     /// # Panics
     /// If the unit's state is offloaded.
-    pub fn values(&self, device: &Device) -> Vec<f32> {
+    pub fn values(&self, device: &Device) -> Result<Vec<f32>, DeviceError> {
         match self.source {
             Source::Moments(moments) => device.read(moments.view()),
-            Source::OnOtherRanks => Vec::new(),
+            Source::OnOtherRanks => Ok(Vec::new()),
             Source::Elementwise(state, members, member) => {
                 let mut values = vec![0.0; member.held.len()];
-                state.read(&members.pieces, member.pieces.clone(), device, &mut values);
-                values
+                state.read(&members.pieces, member.pieces.clone(), device, &mut values)?;
+                Ok(values)
             }
         }
     }

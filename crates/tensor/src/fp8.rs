@@ -226,12 +226,16 @@ impl Fp8State {
 
     /// Copies the step's amaxes of this rank's microbatches to `amaxes`, and resets them to 0.
     ///
+    /// # Errors
+    /// If the device has failed.
+    ///
     /// # Panics
     /// If `amaxes` does not have length [`Fp8State::num_amaxes`].
-    pub fn take_amaxes(&mut self, device: &Device, amaxes: &mut [f32]) {
+    pub fn take_amaxes(&mut self, device: &Device, amaxes: &mut [f32]) -> Result<()> {
         let mut own = self.scales.amaxes();
-        device.download(own.view(), amaxes);
+        device.download(own.view(), amaxes)?;
         device.zero(own.view_mut());
+        Ok(())
     }
 
     /// Ends a step: adds its `amaxes`, reduced over all ranks, to the history and updates the scales.

@@ -61,22 +61,26 @@ impl OptimizerState {
 
     /// Writes the values of the pieces `range`, in order, as f32 into `out`. The conversion is exact.
     ///
+    /// # Errors
+    /// If the device has failed.
+    ///
     /// # Panics
     /// If `out` is too short.
-    pub fn read(&self, pieces: &Pieces, range: Range<usize>, device: &Device, out: &mut [f32]) {
+    pub fn read(&self, pieces: &Pieces, range: Range<usize>, device: &Device, out: &mut [f32]) -> Result<()> {
         let (elements, blocks) = pieces.span(range.clone());
         let values = self.values.view().part(elements.start, [elements.len()].into());
         let read = |state: StateSlice<'_>, out| pieces.read_state(device.simd_level(), range, state, out);
         match self.dtype {
-            StateDType::F32 => device.download(values, &mut out[..elements.len()]),
-            StateDType::Bf16 => read(StateSlice::Bf16(SharedSlice::new(&mut device.read(values))), out),
+            StateDType::F32 => device.download(values, &mut out[..elements.len()])?,
+            StateDType::Bf16 => read(StateSlice::Bf16(SharedSlice::new(&mut device.read(values)?)), out),
             StateDType::Int8 => {
                 let steps = self.steps.view().part(blocks.start, [blocks.len()].into());
-                let (mut codes, mut steps) = (device.read(values), device.read(steps));
+                let (mut codes, mut steps) = (device.read(values)?, device.read(steps)?);
                 let (codes, steps) = (SharedSlice::new(&mut codes), SharedSlice::new(&mut steps));
                 read(StateSlice::Int8 { codes, steps, is_second_moment: self.is_second_moment }, out);
             }
         }
+        Ok(())
     }
 
     /// Sets the values of the pieces `range`. Values that [`read`](OptimizerState::read) returned for a state of the same dtype restore it

@@ -112,7 +112,10 @@ impl Parameters {
     }
 
     /// Copies the stored part of a unit's flat buffer to the host, as f32s.
-    pub fn values(&self, unit: usize) -> Vec<f32> {
+    ///
+    /// # Errors
+    /// If the device has failed.
+    pub fn values(&self, unit: usize) -> Result<Vec<f32>> {
         self.device.read_f32s(self.flat(unit))
     }
 
@@ -220,6 +223,6 @@ mod tests {
         })
         .unwrap();
         assert_eq!(found, [("a".to_owned(), 2..3), ("b".to_owned(), 0..3)]);
-        assert_eq!(part.values(0), [0.0, 3.0, 3.0, 3.0]);
+        assert_eq!(part.values(0).unwrap(), [0.0, 3.0, 3.0, 3.0]);
     }
 }

@@ -219,7 +219,7 @@ mod tests {
         device.upload(&[1_u8, 2, 3, 4, 5, 6, 7, 8], tensor.view_mut());
         tensor.release();
         tensor.restore().unwrap();
-        assert_eq!((tensor.num_bytes(), device.read::<u8>(tensor.view())[7]), (8, 8));
+        assert_eq!((tensor.num_bytes(), device.read::<u8>(tensor.view()).unwrap()[7]), (8, 8));
         drop(tensor);
         assert_eq!(returned.lock().unwrap().pop(), Some([1, 2, 3, 4, 5, 6, 7, 8]));
         let memory = lend().into_lent().unwrap();

@@ -78,8 +78,8 @@ impl Operation for Recall {
         // Row by row, because a step must not allocate.
         for row in 0..scores.view().shape().rows() {
             let (mut score, mut class) = ([0.0_f32; CLASSES], [0_u32]);
-            device.download(scores.view().rows(row, 1), &mut score);
-            device.download(cx.input(1).part(row, [1].into()), &mut class);
+            device.download(scores.view().rows(row, 1), &mut score).unwrap();
+            device.download(cx.input(1).part(row, [1].into()), &mut class).unwrap();
             if class == [0] {
                 found = (found.0 + f64::from(score[0] > 0.0), found.1 + 1);
             }

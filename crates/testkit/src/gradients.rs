@@ -342,7 +342,7 @@ impl GradientCheck<'_> {
             tape.backward(&parameters, start, &mut sink).unwrap();
         }
         let loss = || {
-            let mean = tape.loss().map(|loss| loss.read(&device));
+            let mean = tape.loss().map(|loss| loss.read(&device).unwrap());
             mean.map(|mean| (mean.sum / mean.num_rows as f64) as f32).into_iter().collect()
         };
         let is_loss = output.is_none();
@@ -356,7 +356,8 @@ impl GradientCheck<'_> {
         };
         let input_grads = ids.into_iter().zip(&self.inputs).map(grad).collect();
         let has_parameters = self.table.num_elements() > 0;
-        let parameter_grads = if has_parameters { device.read(sink.flat.flat(0)) } else { Vec::new() };
+        let parameter_grads =
+            if has_parameters { device.read(sink.flat.flat(0)).unwrap() } else { Vec::new() };
         drop(tape);
         assert_eq!(device.memory().usage(Category::Activations).current, 0, "nothing is left");
         Some(Outputs { output, is_loss, input_grads, parameter_grads })
@@ -370,7 +371,7 @@ fn detached(seed: u64) -> BackendKind {
 fn in_f32(device: &Device, tensor: &Tensor) -> Vec<f32> {
     let mut wide = device.empty(tensor.shape(), DType::F32, Category::Activations).unwrap();
     device.convert(tensor.view(), wide.view_mut());
-    device.read(wide.view())
+    device.read(wide.view()).unwrap()
 }
 
 fn narrow(device: &Device, values: &[f32], shape: Shape, dtype: DType) -> Tensor {

@@ -3,7 +3,7 @@
 //!
 //! Ranks that are started by hand may be given different configs, models or texts. Nothing in training would detect this: each rank would
 //! apply its own learning rate to the common gradient, and a checkpoint would mix their weights. Ranks whose kernels run at different SIMD
-//! levels diverge in the same way, because each rank computes some updates, such as Muon's, on its own.
+//! levels, or on different GPUs, diverge in the same way, because each rank computes some updates, such as Muon's, on its own.
 
 use crate::config::Config;
 use crate::dataset::Dataset;
@@ -22,7 +22,7 @@ const VALUE_CHARS_MAX: usize = 200;
 const LISTED_MAX: usize = 20;
 
 /// Named values that must be equal on all ranks.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Facts(BTreeMap<String, String>);
 
 impl Facts {

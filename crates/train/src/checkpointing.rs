@@ -334,24 +334,28 @@ impl TensorSource for RunTensors<'_> {
             Entry::OptimizerState { unit, .. } => self.fetch(StateClass::Optimizer, unit),
             Entry::AmaxHistory { .. } | Entry::Compressor { .. } => Ok(()),
         };
-        let name = || self.tensors[index].name.clone();
-        fetch_result.map_err(|error| CheckpointError::Source { name: name(), source: error.into() })?;
+        let name = self.tensors[index].name.clone();
+        let source_error = |source| CheckpointError::Source { name: name.clone(), source };
+        fetch_result.map_err(|error| source_error(error.into()))?;
         let executor = &*self.executor;
         match entry {
             Entry::Parameter(parameter) => {
                 let info = &executor.model().table().parameters()[parameter];
                 let range = &executor.parts()[info.unit];
-                let values = info.stored(range).map_or_else(Vec::new, |held| {
+                let read = |held: Range<usize>| {
                     let first = info.offset + held.start - range.start;
                     executor
                         .shard_device()
                         .read_f32s(executor.shard(info.unit).part(first, [held.len()].into()))
-                });
+                };
+                let values = info.stored(range).map_or_else(|| Ok(Vec::new()), read);
+                let values = values.map_err(|error| source_error(error.into()))?;
                 write(bytemuck::cast_slice(&self.in_boxes(index, values)?))
             }
             Entry::OptimizerState { unit, index: state } => {
                 let states = executor.optimizer().states(unit);
                 let values = states[state].values(executor.optimizer_device());
+                let values = values.map_err(|error| source_error(error.into()))?;
                 write(bytemuck::cast_slice(&self.in_boxes(index, values)?))
             }
             Entry::AmaxHistory { layer } => {

@@ -1,5 +1,6 @@
 //! The device that a worker computes on.
 
+use crate::agreement::Facts;
 use crate::config::{Config, DeviceName, HugePages};
 use crate::error::TrainError;
 use rustix::thread::disable_transparent_huge_pages;
@@ -61,6 +62,29 @@ pub fn local_gpus(config: &Config, num_workers: usize) -> Result<Vec<LocalGpu>, 
 /// may show each worker its own GPU, or workers may share one.
 fn gpu_ordinal(cuda: &CudaInstallation, local_rank: usize) -> Result<usize, CudaError> {
     Ok(if cuda.gpus()?.len() == 1 { 0 } else { local_rank })
+}
+
+/// Returns what must be equal on the GPUs of all workers, so that the bits of copies of a result are: what a kernel is compiled for, and what
+/// cuBLASLt chooses one by. None if workers do not compute on GPUs.
+pub(crate) fn gpu_facts(config: &Config, local_rank: usize) -> Result<Facts, CudaError> {
+    if config.training().device != DeviceName::Cuda {
+        return Ok(Facts::default());
+    }
+    let cuda = CudaInstallation::from_environment()?;
+    let Gpu { capability, num_multiprocessors, .. } = cuda.gpu(gpu_ordinal(cuda, local_rank)?)?;
+    let mut facts = Facts::default();
+    let gpu = format!(
+        "compute capability {}.{}, {num_multiprocessors} multiprocessors",
+        capability / 10,
+        capability % 10
+    );
+    facts.insert("GPU (train on equal ones)", gpu);
+    let [_, nvrtc, blas] = cuda.libraries();
+    for (name, library) in [("NVRTC", nvrtc), ("cuBLASLt", blas)] {
+        let (major, minor) = library.version;
+        facts.insert(&format!("version of {name}"), format!("{major}.{minor}"));
+    }
+    Ok(facts)
 }
 
 /// Opens the device of the worker `local_rank` of this host. With `huge_pages = "never"`, turns transparent huge pages off for the whole

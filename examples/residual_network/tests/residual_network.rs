@@ -96,7 +96,7 @@ fn train(num_workers: usize, layout: &[&str]) -> Vec<u64> {
         bits.extend([validated.loss, validated.metrics.get("accuracy").unwrap()].map(f64::to_bits));
         let weights = trainer.gather_parameters().unwrap()?;
         for unit in 0..trainer.executor().model().num_units() {
-            bits.extend(weights.values(unit).into_iter().map(|weight| u64::from(weight.to_bits())));
+            bits.extend(weights.values(unit).unwrap().into_iter().map(|weight| u64::from(weight.to_bits())));
         }
         Some(bits)
     });

@@ -208,7 +208,7 @@ impl<'a> KernelTimer<'a> {
         self.repeat(prepare, || {
             match call.kernel {
                 "upload" => device.upload(&here.borrow(), there.view_mut()),
-                _ => device.download(there.view(), &mut here.borrow_mut()),
+                _ => device.download(there.view(), &mut here.borrow_mut())?,
             }
             Ok(())
         })

@@ -1,6 +1,7 @@
 //! Workers on GPUs: stand-ins for CUDA's libraries run kernels on the host.
 
 use crate::common::{Fixture, Running, assert_contains};
+use crate::layouts::MODELS;
 use std::process::Command;
 use trireme_testkit::{fake_cuda_folder, install_fake_cuda};
 
@@ -74,31 +75,136 @@ fn doctor_lists_gpus_and_libraries() {
     );
 }
 
-/// One worker, workers with a GPU each, and workers that share the only one have the losses of the CPU, up to rounding. A checkpoint of
-/// the CPU continues on a GPU.
+/// GPUs, workers, and keys of a layout. Keys of `[parallelism]` omit the section. Workers share the only GPU, or have one each.
+const LAYOUTS: [(usize, usize, &str); 14] = [
+    (1, 1, ""),
+    (1, 1, "activation_checkpoint.mode=block zero_stage=1 offload.optimizer=host"),
+    (1, 1, "offload.activations=host"),
+    (2, 2, "zero_stage=1"),
+    (1, 2, "zero_stage=2"),
+    (2, 2, "zero_stage=3 offload.parameters=host"),
+    (2, 2, "pipeline_parallel_degree=2"),
+    (1, 2, "tensor_parallel_degree=2"),
+    (2, 2, "context_parallel_degree=2"),
+    (2, 2, "expert_parallel_degree=2"),
+    (4, 4, "zero_stage=3"),
+    (4, 4, "tensor_parallel_degree=2 pipeline_parallel_degree=2 pipeline_parallel_schedule=zb-h1"),
+    (4, 4, "context_parallel_degree=2 zero_stage=2"),
+    (1, 4, "expert_parallel_degree=2 zero_stage=1"),
+];
+
+/// Trains every layout on GPUs for `num_steps` with each of these seeds for the order in which a GPU runs threads and streams. All seeds
+/// must give the same bits, and losses that differ from those of the CPU by less than `tolerance`, relative.
+fn check_layouts(dtype: &str, num_steps: usize, seeds: &[&str], tolerance: f64) {
+    let fixture = Fixture::with_corpus();
+    let training = format!(
+        "[training]\nlocal_batch_size = 1\nglobal_batch_size = 4\nseq_len = 16\nthreads = 1\nsteps = {num_steps}\ndtype = \"{dtype}\"\n"
+    );
+    let models = ["gpt2", "mixtral"];
+    for name in models {
+        let config = MODELS.iter().find(|(other, _)| *other == name).expect("a model of the ladder").1;
+        fixture.write(&format!("{name}.json"), config);
+        let model = format!("[model]\nconfig = \"{name}.json\"\n[data]\nfolder = \"corpus\"\n");
+        fixture.write(&format!("{name}.toml"), model + &training + "[generate]\nnum_tokens = 0\n");
+        fixture.run(&format!("train {name}.toml --workers 1 --set checkpoint.enable=false")).succeeded();
+    }
+    for (num_gpus, num_workers, layout) in LAYOUTS {
+        let model = models[usize::from(layout.contains("expert"))];
+        let keys = layout.split_whitespace().map(|key| {
+            let section = if key.split_once('=').unwrap().0.contains('.') { "" } else { "parallelism." };
+            format!(" --set {section}{key}")
+        });
+        let what = format!("--workers {num_workers}{}", keys.collect::<String>());
+        let fixed = "--set training.device=cuda --set checkpoint.enable=false --set checkpoint.resume=never";
+        let mut found = Vec::new();
+        for seed in seeds {
+            let arguments = format!("train {model}.toml {fixed} --set run.name=gpu {what}");
+            let Some(mut command) = with_cuda(&fixture, &arguments) else { return };
+            command.env("FAKE_CUDA_GPUS", num_gpus.to_string()).env("FAKE_CUDA_SEED", seed);
+            Running::start(command).end().succeeded();
+            found.push(fixture.losses("gpu"));
+        }
+        assert!(
+            found.iter().all(|losses| *losses == found[0]),
+            "{dtype} {what}: other bits with another seed"
+        );
+        let expected = fixture.losses(model);
+        assert_eq!((found[0].len(), expected.len()), (num_steps, num_steps), "{dtype} {what}");
+        for ((step, found), (_, expected)) in found.remove(0).into_iter().zip(expected) {
+            let [found, expected] = [found, expected].map(f64::from_bits);
+            let difference = (found / expected - 1.0).abs();
+            println!("{dtype} {what}, step {step}: {difference:.1e}");
+            assert!(difference < tolerance, "{dtype} {what}, step {step}: {found} instead of {expected}");
+        }
+    }
+}
+
 #[test]
-fn training_on_gpus_has_the_losses_of_the_cpu() {
+fn layouts_on_gpus_have_the_losses_of_the_cpu() {
+    check_layouts("f32", 2, &["1"], 1e-5);
+}
+
+#[test]
+#[ignore = "trains for minutes"]
+fn long_runs_on_gpus_have_the_losses_of_the_cpu() {
+    check_layouts("f32", 20, &["1", "2"], 1e-5);
+    check_layouts("bf16", 20, &["1", "2"], 1e-2);
+}
+
+/// A checkpoint of the CPU continues on a GPU.
+#[test]
+fn a_run_of_the_cpu_continues_on_a_gpu() {
     let fixture = Fixture::with_corpus();
     fixture.run("train tiny.toml --set run.name=cpu").succeeded();
     let expected = fixture.losses("cpu");
-    let variants = [
-        ("one", "1", "--workers 1"),
-        ("sharded", "2", "--workers 2 --set parallelism.zero_stage=3 --set offload.optimizer=host"),
-        ("tensor", "1", "--workers 2 --set parallelism.tensor_parallel_degree=2"),
-        ("resumed", "1", "--workers 1 --resume runs/cpu/checkpoints/step-2"),
-    ];
-    for (name, num_gpus, options) in variants {
-        let arguments = format!("train tiny.toml --set training.device=cuda --set run.name={name} {options}");
-        let Some(mut command) = with_cuda(&fixture, &arguments) else { return };
-        command.env("FAKE_CUDA_GPUS", num_gpus);
-        let output = Running::start(command).end().succeeded();
-        let found = fixture.losses(name);
-        assert_eq!(found.last().map(|(step, _)| step), Some(&4), "{name}: {output}");
-        for (step, found) in found {
-            let of_cpu =
-                expected.iter().find(|(other, _)| *other == step).expect("the CPU's run has the step");
-            let [found, expected] = [found, of_cpu.1].map(f64::from_bits);
-            assert!((found - expected).abs() < 1e-5, "{name}, step {step}: {found} instead of {expected}");
-        }
+    let resume = "--set training.device=cuda --set run.name=gpu --resume runs/cpu/checkpoints/step-2";
+    let Some(command) = with_cuda(&fixture, &format!("train tiny.toml --workers 1 {resume}")) else { return };
+    Running::start(command).end().succeeded();
+    let found = fixture.losses("gpu");
+    assert_eq!(found.len(), 2);
+    for ((step, found), (_, expected)) in found.into_iter().zip(&expected[2..]) {
+        let [found, expected] = [found, *expected].map(f64::from_bits);
+        assert!((found - expected).abs() < 1e-5, "step {step}: {found} instead of {expected}");
     }
+}
+
+/// Workers on GPUs that round differently would diverge.
+#[test]
+fn gpus_that_differ_are_refused() {
+    let fixture = Fixture::with_corpus();
+    let arguments = "train tiny.toml --set training.device=cuda --workers 2";
+    let Some(mut command) = with_cuda(&fixture, arguments) else { return };
+    command.env("FAKE_CUDA_GPUS", "2").env("FAKE_CUDA_CAPABILITY", "90,80");
+    let error = Running::start(command).end().refused();
+    assert_contains(
+        &error,
+        &[
+            "GPU (train on equal ones): compute capability 9.0",
+            "on rank 0; compute capability 8.0",
+            "on rank 1",
+        ],
+    );
+}
+
+/// A GPU that is lost during a run ends the run with its name and the name of its rank. The run continues from its last checkpoint.
+#[test]
+fn a_gpu_that_is_lost_is_named() {
+    let fixture = Fixture::with_corpus();
+    let arguments = "train tiny.toml --set training.device=cuda --workers 2";
+    let Some(mut command) = with_cuda(&fixture, arguments) else { return };
+    command.env("FAKE_CUDA_GPUS", "2").env("FAKE_CUDA_LOST", "1:200");
+    let outcome = Running::start(command).end();
+    assert_contains(
+        &outcome.refused(),
+        &[
+            "rank 1 exited with code 1",
+            "the device failed: GPU 1 (Fake GPU): ",
+            "CUDA_ERROR_DEVICE_UNAVAILABLE; see",
+        ],
+    );
+    assert_eq!(fixture.complete_checkpoints("tiny"), 1);
+    let Some(mut command) = with_cuda(&fixture, arguments) else { return };
+    command.env("FAKE_CUDA_GPUS", "2");
+    Running::start(command).end().succeeded();
+    assert_eq!(fixture.losses("tiny").len(), 4);
 }

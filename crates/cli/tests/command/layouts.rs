@@ -9,7 +9,8 @@ use trireme_testkit::or_skip;
 /// Relative tolerance of losses in f32 where ranks compute the sums of a layer, or over positions, in another order.
 pub(crate) const LOSS_TOLERANCE: f64 = 1e-5;
 
-const MODELS: [(&str, &str); 6] = [
+/// Names and configs of small models.
+pub(crate) const MODELS: [(&str, &str); 6] = [
     (
         "gpt2",
         r#"{"model_type": "gpt2", "vocab_size": 257, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}"#,

@@ -179,7 +179,9 @@ impl Group {
         let Some(executor) = &self.executor else {
             let totals = lens.map(|lens| lens.totals(self.rank, self.world_size));
             if !self.is_dry() {
-                input.wait();
+                if let Err(failure) = input.wait().and_then(|()| output.wait()) {
+                    return Work::ready(Err(failure));
+                }
                 let lens = totals.unwrap_or([input.len(), output.len()]);
                 let [sent, received] = lens.map(|len| len * input.dtype().size());
                 output.storage.bytes_mut()[..received].copy_from_slice(&input.storage.bytes()[..sent]);

@@ -174,6 +174,7 @@ impl MessageEngine {
         let Some(pending) = lane.waiting.front_mut().filter(|pending| pending.is_movable()) else {
             return Ok(false);
         };
+        pending.storage.wait().inspect_err(|_| self.failed = Some(pending.number))?;
         let link = self.links[peer.0].as_mut().expect("messages go to other ranks");
         let (dtype, len) = pending.operation.elements();
         let memories = Memories::new(pending.storage.bytes_mut(), dtype, None);
@@ -197,6 +198,7 @@ impl MessageEngine {
         let Some(pending) = lane.waiting.front_mut().filter(|pending| pending.is_movable()) else {
             return Ok(false);
         };
+        pending.storage.wait().inspect_err(|_| self.failed = Some(pending.number))?;
         let link = self.links[peer.0].as_mut().expect("messages come from other ranks");
         let (dtype, len) = pending.operation.elements();
         let mut memories = Memories::new(pending.storage.bytes_mut(), dtype, None);

@@ -127,7 +127,7 @@ impl Golden {
         self.device.upload(ids, tokens.view_mut());
         let mut batch = [(TOKENS, tokens)].into_iter().collect();
         let (_, made) = self.forward(Recording::Off, Precision::F32, 1.0, &mut batch, past);
-        self.device.read(made.get(LOGITS).unwrap().view())
+        self.device.read(made.get(LOGITS).unwrap().view()).unwrap()
     }
 
     /// Runs all units forward with one tape per unit, like the executor. Returns the passes and the last unit's outputs.
@@ -184,7 +184,7 @@ impl Golden {
         assert_eq!(loss.num_rows, shape.0 * seq_len);
         let balance = passes.iter().filter_map(|pass| pass.reported(Some("balance_loss")));
         let weight = self.config.experts.as_ref().map_or(0.0, |experts| f64::from(experts.balance_loss));
-        let mean = |mean: &PendingMean| mean.read(&self.device).sum / mean.num_rows as f64;
+        let mean = |mean: &PendingMean| mean.read(&self.device).unwrap().sum / mean.num_rows as f64;
         mean(loss) + weight * balance.map(mean).sum::<f64>()
     }
 }
@@ -271,13 +271,15 @@ fn logits_loss_and_every_gradient() {
         assert_eq!(golden.loss(&ids, shape, Some(&mut again)), loss, "{folder:?}: the loss repeats its bits");
         let units = 0..golden.model.num_units();
         assert!(
-            units.into_iter().all(|unit| sink.grads.values(unit) == again.grads.values(unit)),
+            units
+                .into_iter()
+                .all(|unit| sink.grads.values(unit).unwrap() == again.grads.values(unit).unwrap()),
             "{folder:?}"
         );
 
         let mut worst = (0.0, "");
         for info in golden.differentiated() {
-            let found = &sink.grads.values(info.unit)[info.range()];
+            let found = &sink.grads.values(info.unit).unwrap()[info.range()];
             let distance = relative_distance(found, &golden.floats(&format!("grad.{}", info.name)));
             assert!(distance < GRAD_TOLERANCE, "{folder:?}: gradient of {} off by {distance}", info.name);
             if distance > worst.0 {
@@ -307,7 +309,7 @@ fn gradients_in_16_bits_are_close_to_those_in_f32() {
             assert!(error < MIXED_LOSS_TOLERANCE, "{folder:?} {precision}: loss off by {error}");
             let (mut all_found, mut all_expected, mut worst) = (Vec::new(), Vec::new(), (0.0, ""));
             for info in golden.differentiated() {
-                let unit = sink.grads.values(info.unit);
+                let unit = sink.grads.values(info.unit).unwrap();
                 let found: Vec<f32> = unit[info.range()].iter().map(|x| x / loss_scale).collect();
                 let expected = golden.floats(&format!("grad.{}", info.name));
                 let distance = relative_distance(&found, &expected);
@@ -361,7 +363,7 @@ fn ten_adamw_steps() {
 
 /// Updates a parameter by PyTorch's AdamW with learning rate 1e-3, betas 0.9 and 0.95, and weight decay 0.1 for all parameters.
 fn adamw(device: &Device, state: [&mut Parameters; 3], grads: &Parameters, info: &ParameterInfo, step: i32) {
-    let own = |values: &Parameters| values.values(info.unit)[info.range()].to_vec();
+    let own = |values: &Parameters| values.values(info.unit).unwrap()[info.range()].to_vec();
     let [mut parameters, mut first, mut second] = state.each_ref().map(|values| own(values));
     let moments = first.iter_mut().zip(&mut second);
     for ((parameter, grad), (first, second)) in parameters.iter_mut().zip(own(grads)).zip(moments) {

@@ -18,7 +18,7 @@ type Saved = Vec<(String, Vec<f32>)>;
 fn save(optimizer: &Optimizer, device: &Device) -> Saved {
     let units = 0..optimizer.num_units();
     let named = units.flat_map(|unit| optimizer.states(unit)).map(|state| {
-        let (info, values) = (&state.info, state.values(device));
+        let (info, values) = (&state.info, state.values(device).unwrap());
         assert_eq!(info.held, 0..info.shape.num_elements());
         assert_eq!(values.len(), info.held.len());
         (format!("{}.{}", info.name, info.parameter.name), values)

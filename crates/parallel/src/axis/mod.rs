@@ -311,7 +311,7 @@ mod tests {
             let term = Tensor::lent(memory, shape, DType::F32);
             let sum = axis.start_sum(&device, ExchangeKind::AllReduce, term).unwrap();
             let sum = axis.finish_temporary(&device, sum, shape, DType::F32).unwrap();
-            assert_eq!(device.read::<f32>(sum.view()), [2.0; 6]);
+            assert_eq!(device.read::<f32>(sum.view()).unwrap(), [2.0; 6]);
             assert_eq!(sum.into_lent().unwrap().bytes().as_ptr(), address);
         });
     }

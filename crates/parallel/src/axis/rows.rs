@@ -1,6 +1,7 @@
 //! Variable all-to-all: every rank sends a different number of rows to every other rank.
 
 use super::{DtypeExchanges, Result, lock};
+use crate::error::ParallelError;
 use crate::memory::WaitTracker;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -235,14 +236,14 @@ impl DtypeExchanges {
                 }
                 Transfer::Hierarchical(work) => {
                     let (input, output) = waiting.wait(work)?;
-                    let (mut output, mut at) = (output.into_memory(), 0);
+                    let (mut output, mut at) = (output.into_memory().map_err(ParallelError::from)?, 0);
                     for from in 0..degree {
                         let part = piece(self.dtype(), started.runs.lens[from * degree + rank], round);
                         let num_received = part.len();
                         started.copy_out(device, &mut output, at, from, part, result.reborrow());
                         at += num_received;
                     }
-                    [input.into_memory(), output]
+                    [input.into_memory().map_err(ParallelError::from)?, output]
                         .into_iter()
                         .for_each(|buffer| started.return_buffer(device, buffer));
                 }
@@ -361,14 +362,14 @@ mod tests {
             let other = send(&results[0], &runs.clone().reversed());
             finish(second, &values, &mut results[1]);
             finish(other, &results[0], &mut back);
-            let [found, again] = results.each_ref().map(|result| device.read::<f32>(result.view()));
+            let [found, again] = results.each_ref().map(|result| device.read::<f32>(result.view()).unwrap());
             assert_eq!(found, again);
             for (from, runs) in runs.received.iter().enumerate() {
                 let places = runs.iter().cloned().flatten().enumerate();
                 let is_right = |(index, place): (usize, usize)| found[place] == value(from, rank, index);
                 assert!(places.clone().all(is_right), "rank {rank} has something else from {from}");
             }
-            assert_eq!(device.read::<f32>(back.view()), all);
+            assert_eq!(device.read::<f32>(back.view()).unwrap(), all);
             assert_eq!(device.memory().usage(Category::Communication).peak, memory);
             assert_eq!(group.statistics().message_bytes == 0, by_hosts);
         });

@@ -30,7 +30,7 @@ impl SynchronizedScales {
         waiting: &mut WaitTracker,
     ) -> Result<()> {
         let mut amaxes = self.amaxes.take().expect("a step ends after the one before");
-        self.state.take_amaxes(device, &mut amaxes);
+        self.state.take_amaxes(device, &mut amaxes)?;
         let amaxes = waiting.wait(group.all_reduce(amaxes, ReduceOp::Max))?;
         self.state.advance(&amaxes);
         self.amaxes = Some(amaxes);

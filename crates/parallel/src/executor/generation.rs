@@ -82,6 +82,6 @@ impl<'a> Generation<'a> {
         kv_cache.advance(tokens.len());
         self.kv_cache = Some(kv_cache);
         let logits = outputs.expect("the last unit is here");
-        Ok(self.executor.device.read(logits.get(LOGITS).expect("the model makes logits").view()))
+        Ok(self.executor.device.read(logits.get(LOGITS).expect("the model makes logits").view())?)
     }
 }

@@ -80,7 +80,7 @@ impl ParameterHasher<'_> {
         values: View<'_>,
         part: &Range<usize>,
         device: &Device,
-    ) {
+    ) -> Result<()> {
         let ParameterHasher { table, placements, rank } = *self;
         for index in table.units()[unit].parameters.clone() {
             let info = &table.parameters()[index];
@@ -91,7 +91,7 @@ impl ParameterHasher<'_> {
             for start in held.clone().step_by(CHUNK_LEN) {
                 let chunk = start..held.end.min(start + CHUNK_LEN);
                 let first = info.offset + chunk.start - part.start;
-                let values = device.read_f32s(values.part(first, [chunk.len()].into()));
+                let values = device.read_f32s(values.part(first, [chunk.len()].into()))?;
                 let bits: &[u32] = bytemuck::cast_slice(&values);
                 for (first, run) in info.runs(chunk.clone()) {
                     let sum = hash_run(first, &bits[run.start - chunk.start..run.end - chunk.start]);
@@ -99,6 +99,7 @@ impl ParameterHasher<'_> {
                 }
             }
         }
+        Ok(())
     }
 }
 

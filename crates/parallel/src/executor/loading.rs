@@ -103,7 +103,7 @@ impl Executor {
                 let part = self.parameters.parts()[unit].clone();
                 let class = self.class_of_weights();
                 self.fetch_state(class, unit)?;
-                self.shard_device().download_f32s(self.parameters.shard(unit), &mut buffer[part]);
+                self.shard_device().download_f32s(self.parameters.shard(unit), &mut buffer[part])?;
                 self.evict_state(class, unit, false)?;
                 buffer = group.all_gather(buffer).wait()?;
             }
@@ -136,7 +136,7 @@ impl Executor {
             table.parameters().iter().map(ParameterInfo::num_replicas).filter(|number| *number > 1);
         by_num_replicas.extend(replicated.map(|number| (number, Fnv1a::EMPTY)));
         self.for_each_held_unit(self.class_of_weights(), false, |executor, unit| {
-            let values = executor.shard_device().read_f32s(executor.parameters.shard(unit));
+            let values = executor.shard_device().read_f32s(executor.parameters.shard(unit))?;
             let bits: &[u32] = bytemuck::cast_slice(&values);
             let has_experts = table.units()[unit].has_experts();
             if has_experts { &mut with_experts } else { &mut without_experts }.add(bits);

@@ -233,7 +233,7 @@ impl Executor {
         else {
             unreachable!("an evaluation stays one")
         };
-        let sums: Vec<f64> = self.device.read(sums.view());
+        let sums: Vec<f64> = self.device.read(sums.view())?;
         let means = sums.into_iter().zip(num_rows);
         Ok(means.map(|(sum, num_rows)| RowMean { sum, num_rows }).collect())
     }

@@ -2,7 +2,7 @@
 
 use super::hashes::{ParameterHasher, sum_over_ranks};
 use super::{Executor, HashRecorder, StepHashes};
-use crate::error::{ParallelError, Result};
+use crate::error::Result;
 use std::sync::Arc;
 
 impl Executor {
@@ -38,8 +38,7 @@ impl Executor {
             let rank = executor.group().rank();
             let hasher = ParameterHasher { table: &table, placements: &executor.placements, rank };
             let (values, part) = (executor.shard(unit), &executor.parts()[unit]);
-            hasher.add_unit(&mut hashes, unit, values, part, executor.shard_device());
-            Ok::<_, ParallelError>(())
+            hasher.add_unit(&mut hashes, unit, values, part, executor.shard_device())
         })?;
         sum_over_ranks(self.group(), &mut hashes)?;
         Ok(hashes)

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::gradients::Gradients;
 use crate::layout::Placements;
 use crate::memory::CountedMemory;
-use crate::offload::OffloadStores;
+use crate::offload::{OffloadStores, try_each};
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
@@ -147,18 +147,27 @@ impl Executor {
     }
 
     /// Calls `visit` for each allocation that moves with a unit: the weights that this rank updates, and the optimizer's state. They must
-    /// be [in memory](Executor::fetch_state).
-    fn visit_moving_memory(&mut self, unit: usize, mut visit: impl FnMut(&Device, ViewMut<'_>)) {
+    /// be [in memory](Executor::fetch_state). Returns the first failure.
+    fn visit_moving_memory(
+        &mut self,
+        unit: usize,
+        mut visit: impl FnMut(&Device, ViewMut<'_>) -> Result<()>,
+    ) -> Result<()> {
         let device = self.shard_device().clone();
-        visit(&device, self.parameters.shard_mut(unit));
+        visit(&device, self.parameters.shard_mut(unit))?;
         let Optimization { optimizer, device, .. } = &mut self.optimization;
-        optimizer.for_each_state_tensor(unit, |tensor| visit(device, tensor.view_mut()));
+        try_each(&mut |each| optimizer.for_each_state_tensor(unit, |tensor| each(tensor)), |tensor| {
+            visit(device, tensor.view_mut())
+        })
     }
 
     /// Allocates a message for all memory that moves with a unit, and counts it.
     fn unit_message(&mut self, unit: usize) -> Result<(Buffer<u8>, CountedMemory)> {
         let (mut num_bytes, counted) = (0, CountedMemory::new(&self.device));
-        self.visit_moving_memory(unit, |_, part| num_bytes += part.num_bytes());
+        self.visit_moving_memory(unit, |_, part| {
+            num_bytes += part.num_bytes();
+            Ok(())
+        })?;
         counted.charge(Category::Communication, num_bytes)?;
         Ok((self.ranks.pipeline().buffer(num_bytes)?, counted))
     }
@@ -168,9 +177,9 @@ impl Executor {
         let mut rest = &mut message[..];
         self.visit_moving_memory(unit, |device, part| {
             let (own, others) = std::mem::take(&mut rest).split_at_mut(part.num_bytes());
-            device.download(part.as_view(), own);
             rest = others;
-        });
+            Ok(device.download(part.as_view(), own)?)
+        })?;
         self.ranks.pipeline().send(message, Rank(to)).wait()?;
         Ok(())
     }
@@ -183,7 +192,7 @@ impl Executor {
             let (own, others) = rest.split_at(part.num_bytes());
             device.upload(own, part);
             rest = others;
-        });
-        Ok(())
+            Ok(())
+        })
     }
 }

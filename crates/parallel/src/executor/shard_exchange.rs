@@ -47,7 +47,7 @@ impl ShardOps for ShardExchange {
         for pool in self.sums.iter().filter(|pool| pool.group().world_size() > 1) {
             let buffer = pool.copy_to_buffer(&self.device, values.as_view(), 0, len)?;
             let buffer = pool.group().all_reduce(buffer, ReduceOp::Sum).wait()?;
-            pool.copy_from_buffer(&self.device, buffer.into_memory(), len, 0, values.reborrow());
+            pool.copy_from_buffer(&self.device, buffer.into_memory()?, len, 0, values.reborrow());
         }
         Ok(())
     }
@@ -63,7 +63,7 @@ impl ShardOps for ShardExchange {
         let buffer =
             self.shard_gathers.copy_to_buffer(&self.device, own.as_view(), part.start, len_exchanged)?;
         let buffer = self.shard_gathers.group().all_gather(buffer).wait()?;
-        self.shard_gathers.copy_from_buffer(&self.device, buffer.into_memory(), len_exchanged, 0, whole);
+        self.shard_gathers.copy_from_buffer(&self.device, buffer.into_memory()?, len_exchanged, 0, whole);
         Ok(())
     }
 

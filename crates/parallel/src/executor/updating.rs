@@ -86,7 +86,7 @@ impl Executor {
         let hasher = ParameterHasher { table, placements: &self.placements, rank };
         let mut hashes = hashes.of_step(step, table.parameters().len());
         if let Some(hashes) = &mut hashes {
-            hasher.add_unit(&mut hashes.gradients, unit, sum.view(), &parameters.parts()[unit], device);
+            hasher.add_unit(&mut hashes.gradients, unit, sum.view(), &parameters.parts()[unit], device)?;
         }
         let (from, rounding_runs) = (parameters.shard_device().clone(), parameters.rounding_runs(unit));
         let mut update_in_f32 = |values: ViewMut<'_>| {
@@ -110,7 +110,7 @@ impl Executor {
         drop(sum);
         if let Some(hashes) = hashes {
             let (values, part) = (parameters.shard(unit), &parameters.parts()[unit]);
-            hasher.add_unit(&mut hashes.parameters, unit, values, part, &from);
+            hasher.add_unit(&mut hashes.parameters, unit, values, part, &from)?;
         }
         self.gradients.free_gathered(unit);
         self.offload.changed[unit] = true;

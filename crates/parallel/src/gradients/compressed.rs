@@ -119,7 +119,7 @@ impl CompressedReduction {
             kept.bytes_mut().copy_from_slice(values.bytes());
         }
         // Codecs run on the host.
-        let elements = gradient.download(&self.device);
+        let elements = gradient.download(&self.device)?;
         self.uncompressed.iter_mut().try_for_each(|exact| exact.start(elements, &self.group))?;
         self.exchanges[0].start(compressor, elements, &self.group);
         self.pending = Some(PendingReduction::Round { gradient, round: 0 });

@@ -91,7 +91,7 @@ impl SquaredNorms {
         for group in groups {
             buffer = waiting.wait(group.all_reduce(buffer, ReduceOp::Sum))?;
         }
-        let mut sums = ExchangeVector::end_exchange(buffer.into_memory(), part, &self.device);
+        let mut sums = ExchangeVector::end_exchange(buffer.into_memory()?, part, &self.device);
         let mut sum = ExactSum::default();
         for windows in sums.host_elements::<f64>().chunks_exact(ExactSum::LEN) {
             sum.add(windows);

@@ -197,7 +197,7 @@ mod tests {
                 let mut widened = vec![0.0_f32; LEN];
                 let mut converted = device.zeros([LEN].into(), DType::F32, Category::Gradients).unwrap();
                 device.convert(sum, converted.view_mut());
-                device.download(converted.view(), &mut widened);
+                device.download(converted.view(), &mut widened).unwrap();
                 found = widened;
                 vector = f32_sum.expect("a rounded sum leaves it as it was");
             }

@@ -4,7 +4,7 @@ use crate::error::ParallelError;
 use trireme_tensor::{Category, CowTensor, Device, DeviceError, Tensor, View, ViewMut};
 
 /// Returns `values` in memory that kernels of `to` can read: the values themselves if the devices share memory, else a copy. Fails if there
-/// is no memory for the copy.
+/// is no memory for the copy, or if a device has failed.
 pub(crate) fn on_device<'a>(
     values: View<'a>,
     from: &Device,
@@ -15,18 +15,19 @@ pub(crate) fn on_device<'a>(
         return Ok(CowTensor::Borrowed(values));
     }
     let mut copy = to.empty(values.shape(), values.dtype(), category)?;
-    copy_across(values, from, copy.view_mut(), to);
+    copy_across(values, from, copy.view_mut(), to)?;
     Ok(CowTensor::Owned(copy))
 }
 
 /// `y = x`, for devices that share no memory, through host memory.
-fn copy_across(x: View<'_>, from: &Device, y: ViewMut<'_>, to: &Device) {
-    let bytes: Vec<u8> = from.read(x.as_bytes());
+fn copy_across(x: View<'_>, from: &Device, y: ViewMut<'_>, to: &Device) -> Result<(), DeviceError> {
+    let bytes: Vec<u8> = from.read(x.as_bytes())?;
     to.upload(&bytes, y);
+    Ok(())
 }
 
 /// Lets `work` change `values` by kernels of `to`: in place if the devices share memory, else in a copy that is copied back. Fails if there
-/// is no memory for the copy, or if `work` fails.
+/// is no memory for the copy, or if `work` or a device fails.
 pub(crate) fn update_on_device<E: From<ParallelError>>(
     mut values: ViewMut<'_>,
     from: &Device,
@@ -40,8 +41,7 @@ pub(crate) fn update_on_device<E: From<ParallelError>>(
     let refused = |error: DeviceError| E::from(error.into());
     let copy: Result<Tensor, DeviceError> = to.empty(values.shape(), values.dtype(), category);
     let mut copy = copy.map_err(refused)?;
-    copy_across(values.as_view(), from, copy.view_mut(), to);
+    copy_across(values.as_view(), from, copy.view_mut(), to).map_err(refused)?;
     work(copy.view_mut())?;
-    copy_across(copy.view(), to, values.reborrow(), from);
-    Ok(())
+    copy_across(copy.view(), to, values.reborrow(), from).map_err(refused)
 }

@@ -5,7 +5,7 @@ use crate::memory::WaitTracker;
 use std::ops::Range;
 use trireme_base::{DType, HostMemory, Pending};
 use trireme_comm::{Buffer, Element, FusedWork, Group, PageSize, Untyped};
-use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
+use trireme_tensor::{Category, Device, DeviceError, Tensor, View, ViewMut};
 
 /// A vector that kernels access and ranks exchange.
 ///
@@ -137,15 +137,20 @@ impl ExchangeVector {
     }
 
     /// Copies the elements to the host, after the kernels that have been issued.
-    pub(crate) fn download<T: Element>(&mut self, device: &Device) -> &mut [T] {
+    pub(crate) fn download<T: Element>(&mut self, device: &Device) -> Result<&mut [T]> {
+        self.buffer.event().outcome().map_err(DeviceError::Failed)?;
         let buffer = self.buffer.wait_mut().elements_mut();
         if let Some(own) = &self.device_tensor {
-            device.download(own.view(), buffer);
+            device.download(own.view(), buffer)?;
         }
-        buffer
+        Ok(buffer)
     }
 
-    /// Returns the host's copy of the elements, as an earlier [`download`](ExchangeVector::download) or exchange has left it.
+    /// Returns the host's copy of the elements, as an earlier [`download`](ExchangeVector::download) or [exchange for the
+    /// host](PendingVector::take_to_host) has left it.
+    ///
+    /// # Panics
+    /// If the device has failed.
     pub(crate) fn host_elements<T: Element>(&mut self) -> &mut [T] {
         self.buffer.wait_mut().elements_mut()
     }
@@ -162,7 +167,7 @@ impl PendingVector {
     /// Waits for the exchange of a vector that another group reads next. Nothing is copied to the device.
     pub(crate) fn wait_on_host(self, waiting: &mut WaitTracker) -> Result<(Buffer<Untyped>, DevicePart)> {
         let mut buffer = waiting.wait_fused(self.work)?;
-        buffer.wait();
+        buffer.wait()?;
         Ok((buffer, DevicePart { arriving: 0..0, ..self.part }))
     }
 

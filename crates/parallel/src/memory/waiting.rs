@@ -50,7 +50,7 @@ impl WaitTracker {
         let work = work.into();
         // The vector is empty if the group has no memory for it: kernels have nothing to wait for.
         if device.reaches_host() || len == 0 {
-            return self.wait_fused(work).map(Buffer::into_memory);
+            return Ok(self.wait_fused(work)?.into_memory()?);
         }
         let (vector, outcome) = self.during(|| work.into_pending(dtype, len));
         self.outcomes.push(outcome);

@@ -147,7 +147,7 @@ impl Disk {
                 };
                 let free = &mut buffer[copied % chunk_bytes..];
                 let len = free.len().min(memory.num_bytes() - first);
-                owner.download(memory.part(first, [len].into()), &mut free[..len]);
+                owner.download(memory.part(first, [len].into()), &mut free[..len])?;
                 let is_full = len == free.len();
                 (first, copied) = (first + len, copied + len);
                 if is_full || copied == num_bytes {

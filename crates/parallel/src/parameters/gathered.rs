@@ -242,7 +242,7 @@ mod tests {
             let view = View::from_f32s(&shard, [shard.len()].into());
             gathered.unshard(0, Some((view, &device))).unwrap();
             gathered.await_unit(0, &mut WaitTracker::default()).unwrap();
-            device.read::<u32>(gathered.view(0).part(0, [64].into()))
+            device.read::<u32>(gathered.view(0).part(0, [64].into())).unwrap()
         });
         assert!(found.chunks(2).all(|pair| pair[0] == pair[1]));
     }

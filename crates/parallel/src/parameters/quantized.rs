@@ -77,11 +77,11 @@ impl QuantizedGather {
         let (all, all_part) = all.begin_exchange(self.within_messages.device(), 0..0, 0..len);
         let (of_hosts, all) = waiting.wait(self.within_messages.group().all_gather_into(of_hosts, all))?;
         let of_hosts = ExchangeVector::end_exchange(
-            of_hosts.into_memory(),
+            of_hosts.into_memory()?,
             of_hosts_part,
             self.within_messages.device(),
         );
-        let all = ExchangeVector::end_exchange(all.into_memory(), all_part, self.within_messages.device());
+        let all = ExchangeVector::end_exchange(all.into_memory()?, all_part, self.within_messages.device());
         for (place, &shard) in self.order.iter().enumerate() {
             let part = unit.shard(shard, self.order.len());
             let first = place * slot_bytes;

@@ -55,7 +55,7 @@ type RunResult = (Vec<f64>, Vec<f32>);
 
 fn parameters(executor: &mut Executor) -> Vec<f32> {
     let all = executor.gather_parameters().unwrap();
-    let flat = |unit| all.as_ref().map(|all| all.values(unit)).unwrap_or_default();
+    let flat = |unit| all.as_ref().map(|all| all.values(unit).unwrap()).unwrap_or_default();
     (0..executor.model().num_units()).flat_map(flat).collect()
 }
 

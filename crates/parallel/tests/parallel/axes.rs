@@ -93,8 +93,9 @@ fn train_on(hosts: &[usize], config: &ModelConfig, num_steps: u64, layout: &Layo
         let all = executor.gather_parameters().unwrap();
         let values = |all: Parameters| {
             let table = Arc::clone(all.table());
-            let value =
-                |info: &ParameterInfo| (info.name.clone(), all.values(info.unit)[info.range()].to_vec());
+            let value = |info: &ParameterInfo| {
+                (info.name.clone(), all.values(info.unit).unwrap()[info.range()].to_vec())
+            };
             table.parameters().iter().map(value).collect()
         };
         RunResult { losses, norms, parameters: all.map_or_else(Vec::new, values) }

@@ -39,7 +39,7 @@ impl Found {
 
 fn weights(executor: &mut Executor) -> Vec<f32> {
     let weights = executor.gather_parameters().unwrap();
-    let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit));
+    let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit).unwrap());
     (0..executor.model().num_units()).flat_map(flat).collect()
 }
 

@@ -149,7 +149,7 @@ fn train(executor: &mut Executor, model: &ModelConfig, case: &Case<'_>) -> Vec<u
     found.extend(executor.evaluate(Some(batch)).unwrap().iter().map(|mean| mean.sum.to_bits()));
     executor.check_replicas().unwrap();
     let weights = executor.gather_parameters().unwrap();
-    let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit));
+    let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit).unwrap());
     let weights = (0..executor.model().num_units()).flat_map(flat);
     found.extend(weights.map(|weight| u64::from(weight.to_bits())));
     if case.generates {
@@ -230,7 +230,7 @@ fn a_peer_that_leaves_is_an_error_of_the_step() {
                 let is_last = executor.group().rank().0 + 1 == case.hosts.len();
                 let weights = |executor: &Executor| {
                     let device = executor.shard_device();
-                    let unit = |unit| device.read::<u8>(executor.shard(unit).as_bytes());
+                    let unit = |unit| device.read::<u8>(executor.shard(unit).as_bytes()).unwrap();
                     (0..executor.model().num_units())
                         .filter(|_| are_weights_readable)
                         .map(unit)
@@ -265,7 +265,7 @@ fn copies(backend: BackendKind, sites: &Mutex<BTreeSet<WaitSite>>) -> [Vec<u8>; 
     device.upload_async(&mut host, 0, z.view_mut());
     device.wait_for(&host.event());
     sites.lock().unwrap().extend(device.wait_sites());
-    [device.read(x.view().as_bytes()), device.read(z.view().as_bytes()), host.wait()]
+    [device.read(x.view().as_bytes()).unwrap(), device.read(z.view().as_bytes()).unwrap(), host.wait()]
 }
 
 /// If a wait can be removed without a failure, it is not needed or not tested.

@@ -28,7 +28,7 @@ fn steps(executor: &mut Executor, num_microbatches: usize, grad_norm: GradNorm) 
 fn weights(executor: &mut Executor) -> Vec<u32> {
     executor.check_replicas().unwrap();
     let weights = executor.gather_parameters().unwrap();
-    let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit));
+    let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit).unwrap());
     (0..executor.model().num_units()).flat_map(flat).map(f32::to_bits).collect()
 }
 

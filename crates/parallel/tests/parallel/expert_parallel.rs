@@ -55,7 +55,8 @@ fn train(config: &ModelConfig, group: Group, accumulation: usize, layout: &Layou
     let parameters = all.map_or_else(Vec::new, |all| {
         let table = Arc::clone(all.table());
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect();
-        let of = |info: &ParameterInfo| (info.name.clone(), bits(&all.values(info.unit)[info.range()]));
+        let of =
+            |info: &ParameterInfo| (info.name.clone(), bits(&all.values(info.unit).unwrap()[info.range()]));
         let mut found: Vec<(String, Vec<u32>)> = table.parameters().iter().map(of).collect();
         found.sort();
         found
@@ -221,7 +222,7 @@ fn biases_after_a_step(config: &ModelConfig, options: ExecutorOptions) -> Vec<Ve
         let all = executor.gather_parameters().unwrap()?;
         let biases = all.table().parameters().iter().filter(|info| info.class == ParameterClass::Balance);
         let bits = |info: &ParameterInfo| {
-            all.values(info.unit)[info.range()].iter().map(|value| value.to_bits()).collect()
+            all.values(info.unit).unwrap()[info.range()].iter().map(|value| value.to_bits()).collect()
         };
         Some(biases.map(bits).collect())
     });

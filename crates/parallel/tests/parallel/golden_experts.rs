@@ -126,7 +126,7 @@ fn tensor_and_expert_parallel_models_are_those_of_transformers() {
             let table = Arc::clone(after.table());
             for info in table.parameters().iter().filter(|info| info.class != ParameterClass::Balance) {
                 let before = floats(&golden.weights, &info.name);
-                let values = after.values(info.unit);
+                let values = after.values(info.unit).unwrap();
                 let grad: Vec<f32> = before
                     .iter()
                     .zip(&values[info.range()])

@@ -29,7 +29,7 @@ fn poison(executor: &mut Executor) {
 fn common_batch(executor: &Executor, step: u64) -> Batch {
     let mut batch = batches(executor, executor.group().world_size(), step).remove(0);
     for tokens in batch.values_mut() {
-        let ids = executor.device().read::<u32>(tokens.view());
+        let ids = executor.device().read::<u32>(tokens.view()).unwrap();
         let common: Vec<u32> = ids.into_iter().map(|token| token % RARE).collect();
         executor.device().upload(&common, tokens.view_mut());
     }
@@ -53,7 +53,9 @@ fn all_bits(executor: &Executor) -> Vec<u32> {
     let mut bits = parameter_bits(executor);
     for unit in 0..executor.model().num_units() {
         for state in executor.optimizer().states(unit) {
-            bits.extend(state.values(executor.optimizer_device()).iter().map(|value| value.to_bits()));
+            bits.extend(
+                state.values(executor.optimizer_device()).unwrap().iter().map(|value| value.to_bits()),
+            );
         }
     }
     bits

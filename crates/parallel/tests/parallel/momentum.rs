@@ -68,7 +68,7 @@ fn compressor_bits(executor: &Executor) -> Vec<u64> {
 fn moments(executor: &Executor) -> Vec<u32> {
     let states = (0..executor.model().num_units()).flat_map(|unit| executor.optimizer().states(unit));
     let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<u32>>();
-    states.flat_map(|state| bits(&state.values(executor.optimizer_device()))).collect()
+    states.flat_map(|state| bits(&state.values(executor.optimizer_device()).unwrap())).collect()
 }
 
 #[test]

@@ -22,6 +22,7 @@ fn num_of_first_class() -> usize {
         let batch = classifier_batch(&device, SAMPLES, 1, index);
         device
             .read::<u32>(batch.get("labels").unwrap().view())
+            .unwrap()
             .into_iter()
             .filter(|&label| label == 0)
             .count()

@@ -34,7 +34,7 @@ fn train(mut executor: Executor, num_microbatches: usize) -> Found {
     let device = executor.device().clone();
     let evaluated = executor.evaluate(Some(random_batch(&device, (1, SHAPE.1), 61, 0, 0))).unwrap()[0];
     let all = executor.gather_parameters().unwrap();
-    let flat = |unit| all.as_ref().map(|all| all.values(unit)).unwrap_or_default();
+    let flat = |unit| all.as_ref().map(|all| all.values(unit).unwrap()).unwrap_or_default();
     let bits = (0..executor.model().num_units()).flat_map(flat).map(f32::to_bits).collect();
     (found, (evaluated.num_rows > 0).then(|| evaluated.sum.to_bits()), bits)
 }

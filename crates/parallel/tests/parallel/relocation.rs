@@ -62,7 +62,7 @@ fn train(mut executor: Executor, layout: &Layout<'_>, cuts: &[&[usize]]) -> Foun
     }
     let in_use = Category::ALL.map(|category| device.memory().usage(category).current);
     let all = executor.gather_parameters().unwrap();
-    let flat = |unit| all.as_ref().map(|all| all.values(unit)).unwrap_or_default();
+    let flat = |unit| all.as_ref().map(|all| all.values(unit).unwrap()).unwrap_or_default();
     let parameters = (0..executor.model().num_units()).flat_map(flat).map(f32::to_bits).collect();
     Found { steps, evaluated, parameters, in_use }
 }

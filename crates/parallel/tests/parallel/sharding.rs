@@ -26,7 +26,7 @@ fn train(executor: &mut Executor, num_microbatches: usize) -> Found {
     found.push(u64::from_le_bytes(evaluated[0][..].try_into().unwrap()));
     executor.check_replicas().unwrap();
     let weights = executor.gather_parameters().unwrap();
-    let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit));
+    let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit).unwrap());
     let weights = (0..executor.model().num_units()).flat_map(flat).map(f32::to_bits).collect();
     (found, weights)
 }

@@ -56,7 +56,7 @@ fn run(
         let mut executor = executor_with_layout(config, group, 1, num_microbatches / hosts.len(), layout);
         let found = train(&mut executor, num_microbatches, num_steps, repeats);
         let weights = executor.gather_parameters().unwrap();
-        let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit));
+        let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit).unwrap());
         (found, (0..executor.model().num_units()).flat_map(flat).map(f32::to_bits).collect())
     });
     let first = ranks.remove(0);

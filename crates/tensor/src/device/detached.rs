@@ -138,15 +138,16 @@ impl Backend for Detached {
         self.queue.copy(Stream::Compute, move |cpu| to.bytes(cpu).copy_from_slice(&bytes));
     }
 
-    fn download(&self, from: Operand, to: &mut [u8]) {
+    fn download(&self, from: Operand, to: &mut [u8]) -> Result<(), String> {
         self.queue.check_races("download", &from);
         let copied = Arc::new(Mutex::new(Vec::new()));
         let shared = Arc::clone(&copied);
         self.queue.copy(Stream::Compute, move |cpu| {
             *shared.lock().unwrap_or_else(PoisonError::into_inner) = from.bytes(cpu).to_vec();
         });
-        self.record().wait();
+        self.record().outcome()?;
         to.copy_from_slice(&copied.lock().unwrap_or_else(PoisonError::into_inner));
+        Ok(())
     }
 
     fn copy(&self, HostCopy { mut device, mut host, after }: HostCopy) -> Event {

@@ -38,6 +38,9 @@ pub enum DeviceError {
          the CPU"
     )]
     RustFunction { name: &'static str },
+    /// The device has failed, such as a GPU that is lost. It runs nothing any more.
+    #[error("the device failed: {0}")]
+    Failed(String),
     /// A GPU cannot be used.
     #[error(transparent)]
     Cuda(#[from] CudaError),

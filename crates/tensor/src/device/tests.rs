@@ -63,7 +63,7 @@ fn some_kernels(device: &Device) -> Vec<f32> {
     device.map_in_place(out.view_mut(), 1, |x| 0.5 * x);
     let mut sums = device.zeros([5].into(), DType::F32, Category::Activations).unwrap();
     device.column_sums(out.view(), sums.view_mut(), true);
-    [device.read(out.view()), device.read(sums.view())].concat()
+    [device.read(out.view()).unwrap(), device.read(sums.view()).unwrap()].concat()
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Copies between host memory and device memory.
 
-use super::{Device, Result};
+use super::{Device, DeviceError, Result};
 use crate::kernels::OperandMut;
 use crate::kernels::backend::{DeviceSide, copy_later};
 use crate::kernels::cpu::Cpu;
@@ -59,13 +59,16 @@ impl Device {
     /// Copies device memory to the host, after all kernels issued so far have run. `T` has the element type of `from`, or is `u8` for the
     /// bytes of any type. Blocks until done.
     ///
+    /// # Errors
+    /// [`DeviceError::Failed`] if the device has failed.
+    ///
     /// # Panics
     /// If the sizes in bytes differ.
-    pub fn download<T: Pod>(&self, from: View<'_>, to: &mut [T]) {
+    pub fn download<T: Pod>(&self, from: View<'_>, to: &mut [T]) -> Result<()> {
         let num_bytes = size_of_val(to);
         assert_eq!(num_bytes, from.num_bytes(), "{num_bytes} bytes of {:?}", from.shape());
         self.count("download", Cost::ZERO.reads(num_bytes).writes(num_bytes));
-        self.backend.download(from.operand(), bytemuck::cast_slice_mut(to));
+        self.backend.download(from.operand(), bytemuck::cast_slice_mut(to)).map_err(DeviceError::Failed)
     }
 
     /// Copies device memory asynchronously into the host memory `to`, starting at byte `at`. The copy starts when all kernels issued so far
@@ -146,33 +149,43 @@ impl Device {
 
     /// Copies the elements of `from`, in f32 or bf16, to the host as f32s.
     ///
+    /// # Errors
+    /// [`DeviceError::Failed`] if the device has failed.
+    ///
     /// # Panics
     /// If `from` has another dtype.
-    pub fn read_f32s(&self, from: View<'_>) -> Vec<f32> {
+    pub fn read_f32s(&self, from: View<'_>) -> Result<Vec<f32>> {
         let mut values = vec![0.0; from.shape().num_elements()];
-        self.download_f32s(from, &mut values);
-        values
+        self.download_f32s(from, &mut values)?;
+        Ok(values)
     }
 
     /// Like [`download`](Device::download), widened to f32 if the elements are bf16.
     ///
+    /// # Errors
+    /// [`DeviceError::Failed`] if the device has failed.
+    ///
     /// # Panics
     /// If `from` has another dtype, or another number of elements than `to`.
-    pub fn download_f32s(&self, from: View<'_>, to: &mut [f32]) {
+    pub fn download_f32s(&self, from: View<'_>, to: &mut [f32]) -> Result<()> {
         if from.dtype() == DType::F32 {
             return self.download(from, to);
         }
         assert_eq!((from.dtype(), from.shape().num_elements()), (DType::Bf16, to.len()), "f32 or bf16");
-        to.iter_mut().zip(self.read::<Bf16>(from)).for_each(|(to, value)| *to = value.to_f32());
+        to.iter_mut().zip(self.read::<Bf16>(from)?).for_each(|(to, value)| *to = value.to_f32());
+        Ok(())
     }
 
     /// Copies the elements of `from` to the host. Returns zeros on a counting device.
     ///
+    /// # Errors
+    /// [`DeviceError::Failed`] if the device has failed.
+    ///
     /// # Panics
     /// If `T` and the elements of `from` differ in size.
-    pub fn read<T: Pod + Zeroable>(&self, from: View<'_>) -> Vec<T> {
+    pub fn read<T: Pod + Zeroable>(&self, from: View<'_>) -> Result<Vec<T>> {
         let mut values = vec![T::zeroed(); from.shape().num_elements()];
-        self.download(from, &mut values);
-        values
+        self.download(from, &mut values)?;
+        Ok(values)
     }
 }

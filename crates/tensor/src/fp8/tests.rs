@@ -75,9 +75,9 @@ fn a_step_has_the_largest_amax_of_its_passes() {
         layer.quantize(&device, Weight, View::from_f32s(&values, [2].into())).unwrap();
     }
     let mut amaxes = [1.0; 6];
-    state.take_amaxes(&device, &mut amaxes);
+    state.take_amaxes(&device, &mut amaxes).unwrap();
     assert_eq!(amaxes, [0.0, 0.0, 0.0, 0.0, 3.0, 0.0]);
-    state.take_amaxes(&device, &mut amaxes);
+    state.take_amaxes(&device, &mut amaxes).unwrap();
     assert_eq!(amaxes, [0.0; 6], "they are taken once");
     assert!(state.scales().layer(ParameterId(5), true).is_none());
 }

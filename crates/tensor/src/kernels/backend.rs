@@ -71,8 +71,8 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
     /// Copies host bytes to device memory, after the kernels issued before. The bytes may be overwritten once this returns.
     fn upload(&self, from: &[u8], to: OperandMut);
 
-    /// Copies device memory to the host, after the kernels issued before. Blocks until done.
-    fn download(&self, from: Operand, to: &mut [u8]);
+    /// Copies device memory to the host, after the kernels issued before. Blocks until done. If the device has failed, returns the cause.
+    fn download(&self, from: Operand, to: &mut [u8]) -> Result<(), String>;
 
     /// Starts a copy after the kernels issued before, concurrent with later ones. Returns an event that completes when the host memory has
     /// been returned.

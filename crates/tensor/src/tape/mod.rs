@@ -85,10 +85,13 @@ pub struct PendingMean {
 
 impl PendingMean {
     /// Waits for the sum and downloads it; 0 on a counting device.
-    pub fn read(&self, device: &Device) -> RowMean {
+    ///
+    /// # Errors
+    /// If the device has failed.
+    pub fn read(&self, device: &Device) -> Result<RowMean> {
         let mut sum = [0.0];
-        device.download(self.sum.view(), &mut sum);
-        RowMean { sum: sum[0], num_rows: self.num_rows }
+        device.download(self.sum.view(), &mut sum)?;
+        Ok(RowMean { sum: sum[0], num_rows: self.num_rows })
     }
 }
 

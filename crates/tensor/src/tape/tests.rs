@@ -132,8 +132,8 @@ impl Network {
         }
         // The normalization is applied twice.
         assert_eq!(grads.num_written, self.num_parameters + 2);
-        let bits = self.device.read(grads.sum.flat(0));
-        let loss = tape.loss().unwrap().read(&self.device).sum;
+        let bits = self.device.read(grads.sum.flat(0)).unwrap();
+        let loss = tape.loss().unwrap().read(&self.device).unwrap().sum;
         drop(tape);
         (bits, loss.to_bits())
     }

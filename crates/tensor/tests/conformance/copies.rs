@@ -15,10 +15,10 @@ use trireme_tensor::{
 fn zeroed_memory_is_zero_and_other_elements_stay() {
     on_all(|device| {
         let zeros = device.zeros([3, 5].into(), DType::U32, trireme_tensor::Category::Optimizer).unwrap();
-        assert_eq!(device.read::<u32>(zeros.view()), [0; 15]);
+        assert_eq!(device.read::<u32>(zeros.view()).unwrap(), [0; 15]);
         let mut x = tensor(device, &random(77, "x"));
         device.zero(x.view_mut().into_part(7, [70].into()));
-        let values: Vec<f32> = device.read(x.view());
+        let values: Vec<f32> = device.read(x.view()).unwrap();
         assert_eq!((&values[..7], &values[7..]), (&random(77, "x")[..7], &[0.0; 70][..]));
     });
 }
@@ -54,11 +54,11 @@ fn stochastic_rounding_is_unbiased_and_depends_on_the_position_alone() {
         // The same elements in another part have the same bits.
         let mut part = empty(device, [1000], DType::Bf16);
         device.round_stochastically(x.view().part(3000, [1000].into()), 7, 3005, part.view_mut());
-        assert_eq!(device.read_f32s(part.view()), device.read_f32s(y.view())[3000..4000]);
+        assert_eq!(device.read_f32s(part.view()).unwrap(), device.read_f32s(y.view()).unwrap()[3000..4000]);
         let mut other = empty(device, [2 * LEN], DType::Bf16);
         device.round_stochastically(x.view(), 8, 5, other.view_mut());
-        assert_ne!(device.read_f32s(other.view()), device.read_f32s(y.view()));
-        device.read_f32s(y.view())
+        assert_ne!(device.read_f32s(other.view()).unwrap(), device.read_f32s(y.view()).unwrap());
+        device.read_f32s(y.view()).unwrap()
     });
     // A quarter of the way from 1 to the next value.
     let up = found[..LEN].iter().filter(|&&y| y == 1.0 + 2.0_f32.powi(-7)).count();
@@ -71,7 +71,7 @@ fn stochastic_rounding_is_unbiased_and_depends_on_the_position_alone() {
             [0.0, -0.0, 1.5, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0x7fff_ffff), -f32::NAN];
         let mut y = empty(device, [values.len()], DType::Bf16);
         device.round_stochastically(tensor(device, &values).view(), 3, 0, y.view_mut());
-        let found = device.read_f32s(y.view());
+        let found = device.read_f32s(y.view()).unwrap();
         assert!(found[5..].iter().all(|y| y.is_nan()));
         let bits = |values: &[f32]| values[..5].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&found), bits(&values));
@@ -97,7 +97,7 @@ fn concurrent_copies_see_kernels_issued_before_them() {
             device.upload_async(&mut host, 0, y.view_mut());
             device.wait_for(&host.event());
             device.map_in_place(y.view_mut(), 1, |y| 2.0 * y);
-            found.push(device.read::<f32>(y.view()));
+            found.push(device.read::<f32>(y.view()).unwrap());
             let values = random(300, "x");
             let expected = values.iter().map(|x| 2.0 * (f64::from(*x) + f64::from(round)));
             assert_near(&found[round as usize], expected, 1e-6, "element");
@@ -128,7 +128,7 @@ fn functions_are_applied_to_each_element_and_rounded_once() {
             let mut sums = empty(device, [2], DType::F32);
             let (x, y) = (rows(&wide(device, &x)), rows(&wide(device, &y)));
             device.zip_sum_rows(x.view(), y.view(), sums.view_mut(), 1, |x, y| x * y);
-            [device.read(sums.view())]
+            [device.read(sums.view()).unwrap()]
         });
         // Expected values are computed from inputs rounded to the dtype.
         let device = &Device::cpu(DeviceOptions::default()).unwrap();
@@ -169,7 +169,7 @@ fn expressions_compute_their_functions() {
             device.map(x.view(), y.view_mut(), 1, function);
             // NaN would not be near itself.
             device.map_in_place(y.view_mut(), 1, |y| (y - y).if_less(1.0, y, -99.0));
-            [device.read(y.view())]
+            [device.read(y.view()).unwrap()]
         });
         let expected = x.map(f64::from).map(expected);
         let expected = expected.map(|y| if y.is_finite() { y } else { -99.0 });
@@ -206,13 +206,13 @@ fn functions_of_rows_reduce_their_elements() {
                 });
                 if !has_weights {
                     assert_near(
-                        &device.read::<f32>(x.view()),
-                        device.read::<f32>(softmax.view()).into_iter().map(f64::from),
+                        &device.read::<f32>(x.view()).unwrap(),
+                        device.read::<f32>(softmax.view()).unwrap().into_iter().map(f64::from),
                         1e-6,
                         "in place",
                     );
                 }
-                [device.read(softmax.view()), device.read(sums.view())]
+                [device.read(softmax.view()).unwrap(), device.read(sums.view()).unwrap()]
             });
             let of = |row: usize| x[row * cols..(row + 1) * cols].iter().map(|&x| f64::from(x));
             let weight = |row: usize| if has_weights { f64::from(weights[row]) } else { 1.0 };
@@ -231,12 +231,12 @@ fn functions_of_rows_reduce_their_elements() {
 fn for_each_row_passes_the_row_index() {
     let x = random(60, "x");
     let run = |device: &Device| {
-        assert!(device.read::<f32>(empty(device, [0], DType::F32).view()).is_empty());
+        assert!(device.read::<f32>(empty(device, [0], DType::F32).view()).unwrap().is_empty());
         let (x, mut y) = (shaped(device, &x, [12, 5]), empty(device, [12, 5], DType::F32));
         device.for_each_row([x.view()], y.view_mut(), 1, |[x], row, y| {
             y.iter_mut().zip(&x[row * 5..]).for_each(|(y, x)| *y = x + row as f32);
         })?;
-        Ok::<_, DeviceError>(device.read::<f32>(y.view()))
+        Ok::<_, DeviceError>(device.read::<f32>(y.view()).unwrap())
     };
     let found = on_processors(&|device: &Device| run(device).unwrap());
     if let Some(options) = gpu_options() {
@@ -264,7 +264,7 @@ fn a_device_waits_for_the_copies_of_another() {
             from.download_async(x.view(), &mut host, 0);
             to.upload_async(&mut host, 0, y.view_mut());
             to.wait_for(&host.event());
-            assert_eq!(to.read::<f32>(y.view()), values);
+            assert_eq!(to.read::<f32>(y.view()).unwrap(), values);
         }
     }
 }
@@ -300,7 +300,7 @@ fn races_with_copies_are_detected() {
     let works: [fn(&Device, &mut Tensor); 3] = [
         |device, x| device.zero(x.view_mut()),
         |device, x| device.upload(&[1.0_f32; 100], x.view_mut()),
-        |device, x| device.download(x.view(), &mut [0.0_f32; 100]),
+        |device, x| device.download(x.view(), &mut [0.0_f32; 100]).unwrap(),
     ];
     for (work, is_awaited) in works.iter().flat_map(|work| [(work, true), (work, false)]) {
         for seed in 0..4 {

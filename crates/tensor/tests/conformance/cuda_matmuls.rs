@@ -23,7 +23,7 @@ fn product(device: &Device, [rows, inner, cols]: [usize; 3], left: &[f32], right
     device.upload(&vec![1.0_f32; rows * cols], out.view_mut());
     let factors = ((left.view(), Transposition::No), (right.view(), Transposition::No));
     device.matmul(Precision::F32, factors.0, factors.1, out.view_mut(), MatmulEpilogue::Accumulate).unwrap();
-    device.read(out.view())
+    device.read(out.view()).unwrap()
 }
 
 #[test]

@@ -29,7 +29,7 @@ fn inputs_are_rounded_to_fp8_and_amaxes_are_recorded() {
         let y = tape.recorder(&parameters).apply(&Arc::new(layer), [x]).unwrap();
         let y = wide(device, &tape.take_output(&y).unwrap());
         let mut amaxes = [0.0; 3];
-        state.take_amaxes(device, &mut amaxes);
+        state.take_amaxes(device, &mut amaxes).unwrap();
         (y, amaxes)
     });
     // Three fraction bits. Far below the largest value, the rounding step is constant.

@@ -68,7 +68,7 @@ fn cached_attention_of_chunks_equals_attention_of_the_sequence() {
                 let values = &qkv[rows.start * COLS..rows.end * COLS];
                 let part = tape.input(shaped(device, values, [1, rows.len(), COLS]));
                 let y = tape.recorder(&parameters).attention_cached(&attention, part, &mut cache).unwrap();
-                found.extend(device.read::<f32>(tape.take_output(&y).unwrap().view()));
+                found.extend(device.read::<f32>(tape.take_output(&y).unwrap().view()).unwrap());
             }
             [found]
         });
@@ -88,7 +88,7 @@ fn rotary_attention_has_the_gradient_of_its_definition() {
         let y = tape.recorder(&parameters).apply(&attention, [input]).unwrap();
         tape.take_output(&y).unwrap();
         tape.backward_input(&parameters, [(y.id(), shaped(device, &dy, [1, SEQ_LEN, HEADS * DIM]))]).unwrap();
-        [device.read::<f32>(tape.take_grad(id).unwrap().view())]
+        [device.read::<f32>(tape.take_grad(id).unwrap().view()).unwrap()]
     });
     let mut x: Vec<f64> = qkv.iter().map(|&x| f64::from(x)).collect();
     let product =

@@ -13,7 +13,7 @@ fn rows_are_sorted_stably_by_group() {
                 [num_groups + 1, num_rows, num_rows].map(|len| empty(device, [len], DType::U32));
             let rows = [order.view_mut(), places.view_mut()];
             device.group_rows(ids(device, groups).view(), GroupLimit::NONE, starts.view_mut(), rows);
-            [starts, order, places].map(|ids| device.read::<u32>(ids.view()))
+            [starts, order, places].map(|ids| device.read::<u32>(ids.view()).unwrap())
         });
         let mut expected: Vec<u32> = (0..groups.len() as u32).collect();
         expected.sort_by_key(|&row| groups[row as usize]);
@@ -37,7 +37,7 @@ fn many_rows_are_sorted_like_few() {
                 [7, num_rows, num_rows].map(|len| empty(device, [len], DType::U32));
             let rows = [order.view_mut(), places.view_mut()];
             device.group_rows(ids(device, &groups).view(), limit, starts.view_mut(), rows);
-            [starts, order, places].map(|ids| device.read::<u32>(ids.view()))
+            [starts, order, places].map(|ids| device.read::<u32>(ids.view()).unwrap())
         });
         assert!((0..num_rows).all(|row| order[places[row] as usize] == row as u32));
         let rows = |group: usize| &order[starts[group] as usize..starts[group + 1] as usize];
@@ -71,8 +71,8 @@ fn rows_beyond_a_limit_are_of_no_group() {
             device.upload(&WEIGHTS, weights.view_mut());
             let by = Some(weights.view());
             device.ungrouped_rows(starts.view(), places_of_tokens, by, dropped[1].view_mut());
-            let read = [starts, order, places].map(|ids| device.read::<u32>(ids.view()));
-            (read, dropped.map(|dropped| device.read::<f64>(dropped.view())[0]))
+            let read = [starts, order, places].map(|ids| device.read::<u32>(ids.view()).unwrap());
+            (read, dropped.map(|dropped| device.read::<f64>(dropped.view()).unwrap()[0]))
         });
         let is_kept = |row: usize| {
             let first = row / rows_per_capacity * rows_per_capacity;
@@ -128,7 +128,7 @@ fn parts_of_groups_are_summed_as_ranks_sum() {
                     let overwrite = MatmulEpilogue::Overwrite;
                     device.matmul(Precision::F32, factors.0, factors.1, own.view_mut(), overwrite).unwrap();
                 }
-                device.read(own.view())
+                device.read(own.view()).unwrap()
             };
             let expected = (0..num_groups).flat_map(|group| {
                 let mut sums: Vec<Vec<f32>> =
@@ -145,7 +145,7 @@ fn parts_of_groups_are_summed_as_ranks_sum() {
                 }
                 sums.remove(0)
             });
-            [device.read::<f32>(all.view()), expected.collect()]
+            [device.read::<f32>(all.view()).unwrap(), expected.collect()]
         };
         assert_same_or_near(run, 1e-5, &format!("{num_parts} parts"));
     }
@@ -243,7 +243,7 @@ fn left_operands_of_one_column_with_odd_and_even_groups() {
             let groups = RowGroups { starts: starts.view(), num_groups: 2 };
             let (left, right) = (left.view(), right.view());
             device.grouped_transposed_matmul(precision, groups, left, right, sums.view_mut(), false).unwrap();
-            device.read::<f32>(sums.view())
+            device.read::<f32>(sums.view()).unwrap()
         });
         assert!(found[..cols].iter().all(|&sum| sum == 3.0) && found[cols..].iter().all(|&sum| sum == 5.0));
     }
@@ -261,6 +261,6 @@ fn a_group_of_one_row_with_many_terms_has_room_to_pack_its_block() {
         let mut out = empty(device, [1, cols], DType::F32);
         let (starts, right) = (ids(device, &[0, 1]), (block.view(), Transposition::No));
         device.grouped_matmul(Precision::Bf16, starts.view(), left.view(), right, out.view_mut()).unwrap();
-        [device.read::<f32>(out.view())]
+        [device.read::<f32>(out.view()).unwrap()]
     });
 }

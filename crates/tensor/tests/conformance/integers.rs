@@ -21,7 +21,7 @@ fn dequantized_values_are_within_half_a_step() {
                 device.dequantize(message, format, y.view_mut());
                 let mut sum = tensor(device, &values);
                 device.add_dequantized(message, format, sum.view_mut());
-                [wide(device, &y), device.read(sum.view())]
+                [wide(device, &y), device.read(sum.view()).unwrap()]
             });
             let bound = 0.51 * largest / levels + 2.0 * rounding(dtype) * largest;
             assert_near(&found, values.iter().map(|&x| f64::from(x)), bound, "value");

@@ -152,7 +152,7 @@ pub(crate) fn ids(device: &Device, values: &[u32]) -> Tensor {
 pub(crate) fn wide(device: &Device, tensor: &Tensor) -> Vec<f32> {
     let mut wide = empty(device, tensor.shape(), DType::F32);
     device.convert(tensor.view(), wide.view_mut());
-    device.read(wide.view())
+    device.read(wide.view()).unwrap()
 }
 
 /// Returns the relative rounding error of a dtype: half a unit in the last place.

@@ -16,8 +16,8 @@ fn sums_are_exact_to_the_rounding_of_their_terms() {
         [half, rest].into_iter().for_each(|part| device.add_squares(part, squares.view_mut()));
         device.sum_elements(x.view(), 4321.0, mean.view_mut());
         let mut sum = ExactSum::default();
-        sum.add(&device.read::<f64>(squares.view()));
-        [sum.value(), device.read::<f64>(mean.view())[0]]
+        sum.add(&device.read::<f64>(squares.view()).unwrap());
+        [sum.value(), device.read::<f64>(mean.view()).unwrap()[0]]
     });
     let wide = || values.iter().map(|&x| f64::from(x));
     let expected: f64 = wide().map(|x| x * x).sum();

@@ -50,14 +50,14 @@ fn adamw_updates_parameters_and_states_and_norms_are_summed() {
             let all = 0..pieces.as_slice().len();
             let read = |state: &OptimizerState| {
                 let mut values = vec![0.0; LEN];
-                state.read(&pieces, all.clone(), device, &mut values);
+                state.read(&pieces, all.clone(), device, &mut values).unwrap();
                 values
             };
             let [first, second] = states.each_ref().map(read);
             // Writing back values that were read does not change the state.
             states[0].write(&pieces, all.clone(), device, &first);
             assert_eq!(read(&states[0]), first);
-            [device.read(p.view()), first, second]
+            [device.read(p.view()).unwrap(), first, second]
         });
         let [sums] = on_all_near(1e-6, |device| {
             let pieces = Arc::new(Pieces::whole(LEN));
@@ -67,7 +67,7 @@ fn adamw_updates_parameters_and_states_and_norms_are_summed() {
             let (updates, taken) = (&norms, Some(sums.view_mut()));
             let pass = UpdatePass { pieces: &pieces, updates, scales: None, rounding_seed: 3, sums: taken };
             device.update(pass, p.view_mut(), g.view(), &mut []);
-            let sums: Vec<f64> = device.read(sums.view());
+            let sums: Vec<f64> = device.read(sums.view()).unwrap();
             [sums.iter().map(|&sum| sum as f32).collect()]
         });
         let pairs = parameters.iter().zip(&gradients);
@@ -174,13 +174,13 @@ fn every_update_has_the_same_bits_on_every_device() {
                 let read = |index: usize| {
                     let mut values = vec![0.0; LEN];
                     if let Some(state) = states.get(index) {
-                        state.read(&pieces, all.clone(), device, &mut values);
+                        state.read(&pieces, all.clone(), device, &mut values).unwrap();
                     }
                     values
                 };
-                let sums: Vec<f64> = if is_moment { device.read(sums.view()) } else { Vec::new() };
+                let sums: Vec<f64> = if is_moment { device.read(sums.view()).unwrap() } else { Vec::new() };
                 let sums: Vec<f32> = sums.iter().map(|&sum| sum as f32).collect();
-                ([device.read::<f32>(p.view()), read(0), read(1)], [sums])
+                ([device.read::<f32>(p.view()).unwrap(), read(0), read(1)], [sums])
             };
             let [found, _, _] = on_all(|device| run(device).0);
             assert_eq!(found == parameters, is_moment, "{update:?} changes parameters");
@@ -224,7 +224,11 @@ fn learning_rates_are_scaled_by_sums_over_whole_parameters() {
         let mut moments = tensor(device, &[1.0, 2.0]);
         device.factored_moments(of(0), 10, 0.25, moments.view_mut());
         let narrow = |sums: Vec<f64>| sums.iter().map(|&sum| sum as f32).collect();
-        [device.read(p.view()), narrow(device.read(sums.view())), device.read(moments.view())]
+        [
+            device.read(p.view()).unwrap(),
+            narrow(device.read(sums.view()).unwrap()),
+            device.read(moments.view()).unwrap(),
+        ]
     });
     let squares =
         |values: &[f32], scale: f64| -> f64 { values.iter().map(|&x| (scale * f64::from(x)).powi(2)).sum() };
@@ -265,7 +269,11 @@ fn a_factored_moment_is_the_product_of_its_row_and_its_column() {
         device.factored_squares(Arc::clone(&pieces), step, moments, g.view(), squares.view_mut());
         device.factored_update(Arc::clone(&pieces), step, lr.view(), moments, p.view_mut(), g.view());
         let narrow = |sums: Vec<f64>| sums.iter().map(|&sum| sum as f32).collect();
-        [narrow(device.read(sums.view())), narrow(device.read(squares.view())), device.read(p.view())]
+        [
+            narrow(device.read(sums.view()).unwrap()),
+            narrow(device.read(squares.view()).unwrap()),
+            device.read(p.view()).unwrap(),
+        ]
     });
     let g = |row: usize, col: usize| 2.0 * f64::from(gradients[row * cols + col]);
     let row_sums = (0..rows).map(|row| (0..cols).map(|col| g(row, col).powi(2)).sum());
@@ -288,7 +296,7 @@ fn matrices_are_made_nearly_orthogonal() {
         let [found] = on_all_near(1e-5, |device| {
             let mut matrix = shaped(device, &values, [rows, cols]);
             device.orthogonalize(matrix.view_mut(), 5, Precision::F32).unwrap();
-            [device.read::<f32>(matrix.view())]
+            [device.read::<f32>(matrix.view()).unwrap()]
         });
         // Returns one of the five vectors of length 40.
         let vector = |index: usize| -> Vec<f64> {

@@ -168,8 +168,8 @@ fn run(device: &Device, axis: Option<TensorAxis>, precision: Precision) -> Found
     let none = vec![false; table.parameters().len()];
     let mut sink = Grads { flat, is_written: none.clone(), is_partial: none, are_partial: false };
     tape.backward(&parameters, [], &mut sink).unwrap();
-    let loss = tape.loss().unwrap().read(device);
-    let values = sink.flat.values(0);
+    let loss = tape.loss().unwrap().read(device).unwrap();
+    let values = sink.flat.values(0).unwrap();
     let grads = table.parameters().iter().zip(&sink.is_partial);
     let grads = grads.map(|(info, is_term)| (info.clone(), values[info.range()].to_vec(), *is_term));
     (loss.sum / loss.num_rows as f64, grads.collect())

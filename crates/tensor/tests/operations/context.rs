@@ -112,7 +112,7 @@ fn run(device: &Device, parameters: &Parameters, case: Case, axis: Option<Contex
     let y = recorder.apply(&dropout, [attended]).unwrap();
     let y_id = y.id();
     let output = tape.take_output(&y).unwrap();
-    let wide = |tensor: Tensor| device.read::<f32>(converted(device, tensor, DType::F32).view());
+    let wide = |tensor: Tensor| device.read::<f32>(converted(device, tensor, DType::F32).view()).unwrap();
     let found = wide(output);
     let dy = rows(&random(BATCH * LEN * OUT, "dy"), OUT, at);
     let dy = converted(device, tensor(device, &[BATCH, len, OUT], &dy), case.dtype);

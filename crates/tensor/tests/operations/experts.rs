@@ -176,8 +176,8 @@ fn experts_of_the_best_groups() {
         let scores = recorder.apply(&Arc::new(Sigmoid), [x_var]).unwrap();
         let mut outputs = recorder.apply_many(op(TopK { rule, bias: Some(bias) }), [scores]).unwrap();
         let (weights, ids) = (outputs.next().unwrap(), outputs.next().unwrap());
-        let ids: Vec<u32> = device.read(tape.take_output(&ids).unwrap().view());
-        let values: Vec<f32> = device.read(tape.take_output(&weights).unwrap().view());
+        let ids: Vec<u32> = device.read(tape.take_output(&ids).unwrap().view()).unwrap();
+        let values: Vec<f32> = device.read(tape.take_output(&weights).unwrap().view()).unwrap();
         let exact = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| f64::from(x)).collect() };
         let expected = reference(&[exact(&x)], &exact(&biases));
         assert!(values.iter().zip(&expected).all(|(a, b)| (f64::from(*a) - b).abs() < 1e-6), "{values:?}");
@@ -189,7 +189,7 @@ fn experts_of_the_best_groups() {
         let mut loads = vec![-(rows as f32 * 3.0 / cols as f32); cols];
         ids.iter().for_each(|&id| loads[id as usize] += 1.0);
         assert_eq!(sink.loads, loads);
-        let found: Vec<f32> = device.read(tape.take_grad(x_id).unwrap().view());
+        let found: Vec<f32> = device.read(tape.take_grad(x_id).unwrap().view()).unwrap();
         for (place, found) in found.iter().enumerate() {
             let loss = |by: f64| -> f64 {
                 let mut x = exact(&x);
@@ -216,7 +216,7 @@ impl GradSink for BiasGrad {
     }
 
     fn grad_ready(&mut self, _: &ParameterSpan) {
-        self.loads = self.device.read(self.target.take().expect("it was written").view());
+        self.loads = self.device.read(self.target.take().expect("it was written").view()).unwrap();
     }
 }
 
@@ -296,7 +296,7 @@ fn losses_that_balance_experts() {
         let means: Vec<f64> = tape
             .metrics()
             .iter()
-            .map(|metric| metric.mean.read(&device))
+            .map(|metric| metric.mean.read(&device).unwrap())
             .map(|mean| mean.sum / mean.num_rows as f64)
             .collect();
         tape.backward(
@@ -305,7 +305,7 @@ fn losses_that_balance_experts() {
             &mut BiasGrad { device: device.clone(), loads: Vec::new(), target: None },
         )
         .unwrap();
-        let grad: Vec<f32> = device.read(tape.take_grad(place).unwrap().view());
+        let grad: Vec<f32> = device.read(tape.take_grad(place).unwrap().view()).unwrap();
         (means, grad)
     };
     let (means, grads) = run(0.5);
@@ -421,13 +421,13 @@ fn padding_does_not_count(device: &Device) {
         let groups: Vec<Var> = recorder.apply_many(op(groups), [ids]).unwrap().collect();
         let [starts, _, places] = groups.try_into().unwrap();
         recorder.apply_metric("drops", &DroppedChoices, (&starts, &places, weights())).unwrap();
-        let means = tape.metrics().iter().map(|metric| metric.mean.read(device));
+        let means = tape.metrics().iter().map(|metric| metric.mean.read(device).unwrap());
         let means: Vec<f64> = means.map(|mean| mean.sum / mean.num_rows as f64).collect();
         let mut sink = BiasGrad { device: device.clone(), loads: Vec::new(), target: None };
         let mut dy = device.zeros([rows, 2].into(), DType::F32, Category::Activations).unwrap();
         device.upload(&vec![1.0_f32; rows * 2], dy.view_mut());
         tape.backward(&parameters, Some((values.id(), dy)), &mut sink).unwrap();
-        let grad: Vec<f32> = device.read(tape.take_grad(place).unwrap().view());
+        let grad: Vec<f32> = device.read(tape.take_grad(place).unwrap().view()).unwrap();
         (means, grad, sink.loads)
     };
     let (means, grad, loads) = run(num_tokens, None);

@@ -35,7 +35,7 @@ fn dropped(num_samples: usize, randomness: Randomness, recording: Recording) -> 
     let parameters = Parameters::zeros(&Arc::new(no_parameters()), &device, Category::Parameters).unwrap();
     let x = tape.input(ones);
     let y = tape.recorder(&parameters).apply(&Arc::new(Dropout::new("layer", 0.3)), [x]).unwrap();
-    device.read(tape.take_output(&y).unwrap().view())
+    device.read(tape.take_output(&y).unwrap().view()).unwrap()
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn dropout_gradients_have_the_mask_of_the_output() {
         let y = tape.recorder(&parameters).apply(&Arc::new(Dropout::new("layer", 0.4)), [x]).unwrap();
         let made = tape.take_output(&y).unwrap();
         tape.backward(&parameters, [(y.id(), ones())], &mut crate::readers::NoParameters).unwrap();
-        let bytes = |x: &Tensor| device.read::<u8>(x.view().as_bytes());
+        let bytes = |x: &Tensor| device.read::<u8>(x.view().as_bytes()).unwrap();
         assert_eq!(bytes(&tape.take_grad(place).unwrap()), bytes(&made), "{precision}");
     }
 }

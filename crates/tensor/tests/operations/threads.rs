@@ -67,7 +67,7 @@ impl AxisOps for ThreadRank {
         let AxisRank { rank, degree } = self.place;
         let mut wide = device.empty(values.shape(), DType::F32, Category::Activations)?;
         device.convert(values, wide.view_mut());
-        let values: Vec<f32> = device.read(wide.view());
+        let values: Vec<f32> = device.read(wide.view()).unwrap();
         let own = rank * (values.len() / degree)..(rank + 1) * (values.len() / degree);
         let result = match kind {
             ExchangeKind::AllReduce => Some(self.sum(values)),

@@ -9,7 +9,7 @@ use crate::compression::notice_compression;
 use crate::config::{Config, Resume, TaskKind};
 use crate::corpus::record_use;
 use crate::dataset::{Dataset, batch_specs};
-use crate::device::{enable_spill, open_device};
+use crate::device::{enable_spill, gpu_facts, open_device};
 use crate::error::TrainError;
 use crate::executor::build_executor;
 use crate::metrics::{HashWriter, MetricsWriter, check_names};
@@ -34,7 +34,7 @@ use trireme_checkpoint::Checkpoint;
 use trireme_comm::Group;
 use trireme_model::{HostBatch, Model, TensorSpec};
 use trireme_parallel::Executor;
-use trireme_tensor::Device;
+use trireme_tensor::{Device, DeviceError};
 
 impl<'a> Trainer<'a> {
     /// Opens the samples, builds the model, loads the checkpoint to resume from if there is one, and opens the run's files. Collective: all
@@ -55,11 +55,13 @@ impl<'a> Trainer<'a> {
         let lock = if is_root { Some(RunLock::of_run(config)?) } else { None };
         let Samples { train, validation } = Samples::open(&*task, config)?;
         let facts = Facts::of_config(config, options.simd_level_max);
+        let local_rank = local_rank(&group, &options);
+        let facts = facts.merged_with(gpu_facts(config, local_rank).map_err(DeviceError::from)?);
         agree(&facts.merged_with(Facts::of_task(&*task, &*train, validation.as_deref())), &group)?;
         notice_settings(config, &*task, observer);
 
         let batch_specs = batch_specs(&*train, training.local_batch_size);
-        let built = PreparedExecutor::new(config, &*task, &batch_specs, group, &options)?;
+        let built = PreparedExecutor::new(config, &*task, &batch_specs, group, local_rank, &options)?;
         let PreparedExecutor { mut executor, choices, rebalancer, utilization } = built;
         let reserved = options.plan.as_ref().map_or(0, |plan| plan.non_activation_bytes);
         let spill = enable_spill(config, executor.device(), reserved);
@@ -142,6 +144,13 @@ fn notice_settings(config: &Config, task: &dyn Task, observer: &mut dyn Observer
     notice_cuda(config, observer);
 }
 
+/// Returns the rank of this worker among those of its host.
+fn local_rank(group: &Group, options: &TrainerOptions) -> usize {
+    let local_ranks = group.hosts().ranks(group.hosts().host_of(group.rank()));
+    let place = local_ranks.iter().position(|&rank| rank == group.rank());
+    options.local_rank.or(place).unwrap_or(0)
+}
+
 /// The executor of this rank, and the values that are derived while it is built.
 struct PreparedExecutor {
     executor: Executor,
@@ -157,12 +166,10 @@ impl PreparedExecutor {
         task: &dyn Task,
         batch_specs: &[TensorSpec],
         group: Group,
+        local_rank: usize,
         options: &TrainerOptions,
     ) -> Result<Self, TrainError> {
         let TrainerOptions { num_threads, simd_level_max, peak_flops, .. } = *options;
-        let local_ranks = group.hosts().ranks(group.hosts().host_of(group.rank()));
-        let place = local_ranks.iter().position(|&rank| rank == group.rank());
-        let local_rank = options.local_rank.or(place).unwrap_or(0);
         let device = open_device(config, local_rank, num_threads, simd_level_max)?;
         let profile = infer_profile(config, task, group.rank(), num_threads, batch_specs)?;
         let utilization =

@@ -52,7 +52,7 @@ fn train(config: &Config) -> RunResult {
         trainer.run().unwrap();
         let weights = trainer.gather_parameters().unwrap();
         drop(trainer);
-        let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit));
+        let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit).unwrap());
         let num_units = weights.as_ref().map_or(0, |all| all.table().units().len());
         (bits.0, (0..num_units).flat_map(flat).map(f32::to_bits).collect())
     });

@@ -58,7 +58,7 @@ impl CudaFacts {
         };
         let gpus = gpus.into_iter().map(|gpu| {
             let problem = gpu.check().err().map(|error| error.to_string());
-            let Gpu { name, capability, memory_bytes } = gpu;
+            let Gpu { name, capability, memory_bytes, .. } = gpu;
             let compute_capability = format!("{}.{}", capability / 10, capability % 10);
             GpuFacts { name, compute_capability, memory_bytes, problem }
         });

@@ -113,7 +113,7 @@ impl ShardOps for Shards {
     fn sum(&mut self, values: ViewMut<'_>) -> Result<(), DeviceError> {
         self.num_sums += 1;
         let (device, len) = (device(1), values.shape().num_elements());
-        let mut all = self.all_gather(device.read(values.as_view()));
+        let mut all = self.all_gather(device.read(values.as_view()).unwrap());
         assert!(all.iter().all(|other| other.len() == len), "ranks sum as many values");
         while all.len() > 1 {
             let add = |pair: &[Vec<f64>]| match pair {
@@ -130,7 +130,7 @@ impl ShardOps for Shards {
     fn gather(&mut self, whole: ViewMut<'_>, part: Range<usize>) -> Result<(), DeviceError> {
         self.num_gathers += 1;
         let device = device(1);
-        let mut values: Vec<f32> = device.read(whole.as_view());
+        let mut values: Vec<f32> = device.read(whole.as_view()).unwrap();
         let mut own = vec![part.start as f64];
         own.extend(values[part].iter().map(|&value| f64::from(value)));
         for other in self.all_gather(own) {

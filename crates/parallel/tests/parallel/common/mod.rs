@@ -265,7 +265,7 @@ pub(crate) fn parameter_bits(executor: &Executor) -> Vec<u32> {
 
 /// Returns this rank's shard of a unit's parameters.
 pub(crate) fn shard_values(executor: &Executor, unit: usize) -> Vec<f32> {
-    executor.shard_device().read(executor.shard(unit))
+    executor.shard_device().read(executor.shard(unit)).unwrap()
 }
 
 /// Lets `change` change this rank's shard of a unit's parameters.

@@ -107,6 +107,11 @@ impl Context {
         }
     }
 
+    /// Returns the number and the name of the GPU.
+    pub(super) fn describe(&self) -> String {
+        format!("GPU {} ({})", self.device, self.name)
+    }
+
     /// Makes this context current on the calling thread, which calls of the driver require.
     pub(super) fn enter(&self) -> Result<(), CudaError> {
         let driver = &self.installation.driver;

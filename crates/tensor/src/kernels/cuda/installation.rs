@@ -221,7 +221,7 @@ impl CudaInstallation {
     }
 
     /// Returns the libraries: the driver, NVRTC and cuBLASLt.
-    pub fn libraries(&self) -> &[FoundLibrary] {
+    pub fn libraries(&self) -> &[FoundLibrary; 3] {
         &self.found
     }
 
@@ -247,6 +247,8 @@ pub struct Gpu {
     pub name: String,
     /// Compute capability, as 10 * major + minor.
     pub capability: i32,
+    /// Number of multiprocessors, by which cuBLASLt chooses its kernels.
+    pub num_multiprocessors: i32,
     /// Memory in bytes.
     pub memory_bytes: usize,
 }
@@ -274,7 +276,7 @@ impl Gpu {
         use cuda::CUdevice_attribute as attributes;
         let (mut device, mut name, mut memory_bytes) = (0, [0; 256], 0);
         // SAFETY: each function writes one number, or at most the number of bytes that is passed.
-        let capability = unsafe {
+        let (capability, num_multiprocessors) = unsafe {
             call!(driver, cuDeviceGet(&mut device, ordinal))?;
             call!(driver, cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device))?;
             call!(driver, cuDeviceTotalMem_v2(&mut memory_bytes, device))?;
@@ -283,12 +285,13 @@ impl Gpu {
                 call!(driver, cuDeviceGetAttribute(&mut value, attribute, device))?;
                 Ok::<_, CudaError>(value)
             };
-            10 * attribute(attributes::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?
-                + attribute(attributes::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?
+            let capability = 10 * attribute(attributes::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?
+                + attribute(attributes::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+            (capability, attribute(attributes::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?)
         };
         let name = name.iter().take_while(|&&byte| byte != 0).map(|&byte| byte as u8);
         let name = String::from_utf8_lossy(&name.collect::<Vec<_>>()).into_owned();
-        Ok(Gpu { name, capability, memory_bytes })
+        Ok(Gpu { name, capability, num_multiprocessors, memory_bytes })
     }
 }
 

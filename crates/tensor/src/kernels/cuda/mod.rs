@@ -140,7 +140,7 @@ impl Backend for Cuda {
         });
     }
 
-    fn download(&self, from: Operand, to: &mut [u8]) {
+    fn download(&self, from: Operand, to: &mut [u8]) -> Result<(), String> {
         assert_eq!(from.num_bytes(), to.len());
         let driver = &self.context.installation.driver;
         let from = from.addresses().start as u64;
@@ -152,9 +152,7 @@ impl Backend for Cuda {
             }
             self.context.synchronize(stream)
         });
-        if let Some(cause) = self.streams.failure() {
-            panic!("{cause}");
-        }
+        self.streams.failure().map_or(Ok(()), Err)
     }
 
     fn copy(&self, HostCopy { device, mut host, after }: HostCopy) -> Event {

@@ -283,7 +283,10 @@ impl Shared {
     }
 
     fn fail(&self, error: &CudaError) {
-        self.fail_with(error.to_string());
+        self.fail_with(format!(
+            "{}: {error}; see whether `nvidia-smi -q` and `dmesg` report errors of the hardware",
+            self.context.describe()
+        ));
     }
 
     /// Records a failure, and fails all pending events with the first one. The memory of pending copies is lost.

@@ -85,7 +85,7 @@ impl Operation for DispatchRows {
     declares! { inputs: 3..=3, accepts_sharded_positions }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
-        let loads = self.0.read(cx, cx.input(1), cx.input(2).shape());
+        let loads = self.0.read(cx, cx.input(1), cx.input(2).shape())?;
         let first = loads.chunks().next().expect("ranks have experts");
         let runs = loads.runs(cx.input(0).shape().cols(), &first);
         let exchange = cx.expert_axis_ops().start_rows(cx.device(), runs, cx.input(0))?;
@@ -113,7 +113,7 @@ impl Operation for ReturnRows {
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<()> {
-        let loads = self.0.read(cx, cx.input(1), cx.input_shape(2));
+        let loads = self.0.read(cx, cx.input(1), cx.input_shape(2))?;
         let last = loads.chunks().next_back().expect("ranks have experts");
         let runs = loads.runs(cx.grad().shape().cols(), &last);
         let exchange = cx.expert_axis_ops().start_rows(cx.device(), runs, cx.grad())?;

@@ -32,7 +32,7 @@ impl ExpertExchange {
         let own: Vec<u32> = if cx.device().is_counting() {
             self.even_row(places)
         } else {
-            let starts = cx.device().read::<u32>(starts);
+            let starts = cx.device().read::<u32>(starts)?;
             let numbers = starts.windows(2).map(|pair| pair[1] - pair[0]);
             numbers.chain(self.totals(places)).collect()
         };
@@ -47,15 +47,16 @@ impl ExpertExchange {
 
     /// Reads the table, the first output of [`GatherLoads`](super::GatherLoads), from the device. On a counting device, loads are even and
     /// the first experts are shadowed.
-    pub(super) fn read(self, cx: &OperationContext<'_>, table: View<'_>, places: Shape) -> Loads {
+    pub(super) fn read(self, cx: &OperationContext<'_>, table: View<'_>, places: Shape) -> Result<Loads> {
         if cx.device().is_counting() {
             let rows = iter::repeat_n(self.even_row(places), cx.expert_axis_ops().axis_rank().degree);
             let is_shadowed = (0..self.num_experts).map(|expert| expert < self.num_shadowed);
-            return self.loads(cx, rows.flatten().collect(), is_shadowed.collect());
+            return Ok(self.loads(cx, rows.flatten().collect(), is_shadowed.collect()));
         }
-        let mut table: Vec<u32> = cx.device().read(table);
+        let mut table: Vec<u32> = cx.device().read(table)?;
         let flags = table.split_off(table.len() - self.row_len());
-        self.loads(cx, table, flags[..self.num_experts].iter().map(|&flag| flag == 1).collect())
+        let is_shadowed = flags[..self.num_experts].iter().map(|&flag| flag == 1).collect();
+        Ok(self.loads(cx, table, is_shadowed))
     }
 
     fn loads(self, cx: &OperationContext<'_>, table: Vec<u32>, is_shadowed: Vec<bool>) -> Loads {

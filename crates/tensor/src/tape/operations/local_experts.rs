@@ -166,7 +166,7 @@ impl Operation for LocalExperts {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<()> {
         assert_eq!(self.up.activation, InputActivation::Identity, "the first layer reads rows as they are");
         let (first, mut rows) = (cx.take_rows_in_flight(), cx.take_or_copy_input(0)?);
-        let loads = self.exchange.read(cx, cx.input(LOADS), cx.input(PLACES).shape());
+        let loads = self.exchange.read(cx, cx.input(LOADS), cx.input(PLACES).shape())?;
         let shadows = ShadowExchange::start(self, cx, &loads)?;
         let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, rows.dtype());
         let mut received = empty(rows.shape().cols())?;
@@ -196,7 +196,7 @@ impl Operation for LocalExperts {
         let has_shadows = self.exchange.num_shadowed > 0;
         let inner_of_shadows =
             has_shadows.then(|| cx.take_saved(SAVED_OF_SHADOWS + shadowed_experts::SAVED_INNER));
-        let loads = self.exchange.read(cx, cx.input(LOADS), cx.input_shape(PLACES));
+        let loads = self.exchange.read(cx, cx.input(LOADS), cx.input_shape(PLACES))?;
         let shadows = ShadowExchange::start(self, cx, &loads)?;
         let empty = |cols: usize| rows_of_all_chunks(cx, &loads, cols, rows.dtype());
         let mut d_outputs = empty(self.down.outputs())?;
@@ -227,7 +227,7 @@ impl Operation for LocalExperts {
     }
 
     fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
-        let loads = self.exchange.read(cx, cx.input(LOADS), cx.input_shape(PLACES));
+        let loads = self.exchange.read(cx, cx.input(LOADS), cx.input_shape(PLACES))?;
         let kept = |place: usize| cx.kept(place).expect("the input half has kept it");
         let kept_of_shadows = |place: usize| kept(KEPT_OF_SHADOWS + place);
         let saved = |place: usize| cx.saved(place).expect("forward has saved it");

@@ -46,8 +46,9 @@ impl Backend for Cpu {
         to.bytes(self).copy_from_slice(from);
     }
 
-    fn download(&self, from: Operand, to: &mut [u8]) {
+    fn download(&self, from: Operand, to: &mut [u8]) -> Result<(), String> {
         to.copy_from_slice(from.bytes(self));
+        Ok(())
     }
 
     fn copy(&self, HostCopy { mut device, mut host, after }: HostCopy) -> Event {

@@ -141,7 +141,7 @@ impl Case {
     }
 
     fn weight(&self) -> Vec<f32> {
-        self.device.read(self.parameters.span(&self.op.weight))
+        self.device.read(self.parameters.span(&self.op.weight)).unwrap()
     }
 
     fn run(&self, state: Option<&Fp8State>) -> Found {
@@ -165,7 +165,7 @@ impl Case {
                 "the residual is not rounded"
             );
         }
-        let of = |span: &ParameterSpan| self.device.read(grads.0.span(span));
+        let of = |span: &ParameterSpan| self.device.read(grads.0.span(span)).unwrap();
         Found {
             y: found_y,
             dx: self.values(&tape.take_grad(x_place).unwrap()),
@@ -183,7 +183,7 @@ impl Case {
             WeightLayout::InputsFirst => weight,
             WeightLayout::OutputsFirst => transposed(&weight, INPUTS),
         };
-        let bias: Vec<f32> = self.device.read(self.parameters.span(&self.op.bias.unwrap()));
+        let bias: Vec<f32> = self.device.read(self.parameters.span(&self.op.bias.unwrap())).unwrap();
         let mut y = product(&input, &weight, INPUTS);
         y.iter_mut().enumerate().for_each(|(index, y)| {
             let residual = self.residual.as_ref().map_or(0.0, |residual| residual[index]);
@@ -227,7 +227,7 @@ fn state(case: &Case, formats: Fp8Formats, margin: u32) -> Fp8State {
 /// Ends a step. Returns its amaxes.
 fn advance(device: &Device, state: &mut Fp8State) -> [f64; 3] {
     let mut amaxes = [0.0; 3];
-    state.take_amaxes(device, &mut amaxes);
+    state.take_amaxes(device, &mut amaxes).unwrap();
     state.advance(&amaxes);
     amaxes.map(f64::from)
 }
