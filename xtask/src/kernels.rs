@@ -33,14 +33,15 @@ const RUST_FUNCTION: &str = "for_each_row";
 
 /// Write docs/kernels.md, the list of kernels that a backend must provide.
 ///
-/// Runs the suites of crates/tensor/tests, and lists which of them call each kernel.
+/// Runs the suites of crates/tensor/tests, or reads traces of an earlier run, and lists which of them call each kernel.
 #[derive(Debug, clap::Args)]
 pub(crate) struct KernelsArgs {
     /// Write nothing, but fail if docs/kernels.md is out of date.
     #[arg(long)]
     check: bool,
 
-    /// Do not run the suites: they have run with TRIREME_KERNEL_TRACE set to this folder.
+    /// Read traces from this folder instead of running the suites. Tests write them if TRIREME_KERNEL_TRACE names the folder; they need
+    /// two test threads or more.
     #[arg(long, value_name = "FOLDER")]
     traces: Option<PathBuf>,
 }
@@ -130,6 +131,7 @@ fn read_traces(folder: &Path) -> Result<Traces> {
     for path in files(folder)? {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let parts: Vec<&str> = name.split('.').collect();
+        // A run of the whole workspace leaves traces of other tests, too.
         let [suite, module, backend] = parts[..] else { continue };
         if !SUITES.contains(&suite) {
             continue;

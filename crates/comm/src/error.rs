@@ -114,7 +114,7 @@ pub enum CommError {
     Protocol { rank: Rank, operation: Operation, sequence: u64, what: String },
     #[error("waiting for peers failed during operation {sequence}, {operation}")]
     Wait { operation: Operation, sequence: u64, source: Arc<io::Error> },
-    /// The device that was to provide the operation's vector has failed.
+    /// A device that uses a vector of the operation has failed. The vector is lost.
     #[error("the device failed: {cause}")]
     DeviceFailed { cause: String },
     #[error("this rank panicked while using the group; see the panic message")]

@@ -109,7 +109,7 @@ impl<T: BufferElement> Work<Buffer<T>> {
             }
             // A dry group or a group of one rank returns the vector without accessing it, so a device may still use it. Waits for the
             // device.
-            ended => end(Work { state: ended }.wait().and_then(|vector| Ok(vector.into_memory()?.wait()))),
+            ended => end(Work { state: ended }.wait().and_then(|mut vector| vector.wait().map(|()| vector))),
         }
         (pending, outcome)
     }

@@ -37,7 +37,7 @@ fn check(is_valid: bool) -> Result<(), CUresult> {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuInit(_flags: c_uint) -> CUresult {
     let mut driver = driver();
-    if driver.gpu.num_gpus == 0 {
+    if driver.gpus.num_gpus == 0 {
         return CUDA_ERROR_NO_DEVICE;
     }
     driver.is_initialized = true;
@@ -46,7 +46,7 @@ unsafe extern "C" fn cuInit(_flags: c_uint) -> CUresult {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDriverGetVersion(version: Out<'_, c_int>) -> CUresult {
-    version.write(driver().gpu.driver_version);
+    version.write(driver().gpus.driver_version);
     CUDA_SUCCESS
 }
 
@@ -70,7 +70,7 @@ unsafe extern "C" fn cuGetErrorName(error: CUresult, name: Out<'_, *const c_char
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetCount(count: Out<'_, c_int>) -> CUresult {
     call(|driver| {
-        count.write(driver.gpu.num_gpus);
+        count.write(driver.gpus.num_gpus);
         Ok(())
     })
 }
@@ -78,7 +78,7 @@ unsafe extern "C" fn cuDeviceGetCount(count: Out<'_, c_int>) -> CUresult {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGet(device: Out<'_, c_int>, ordinal: c_int) -> CUresult {
     call(|driver| {
-        if !(0..driver.gpu.num_gpus).contains(&ordinal) {
+        if !(0..driver.gpus.num_gpus).contains(&ordinal) {
             return Err(CUDA_ERROR_INVALID_DEVICE);
         }
         device.write(ordinal);
@@ -100,7 +100,7 @@ unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, _device: c_i
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceTotalMem_v2(num_bytes: Out<'_, usize>, _device: c_int) -> CUresult {
     call(|driver| {
-        num_bytes.write(driver.gpu.memory_bytes);
+        num_bytes.write(driver.gpus.memory_bytes);
         Ok(())
     })
 }
@@ -113,8 +113,8 @@ unsafe extern "C" fn cuDeviceGetAttribute(
 ) -> CUresult {
     call(|driver| {
         let found = match attribute {
-            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => driver.gpu.capability(device) / 10,
-            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => driver.gpu.capability(device) % 10,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => driver.gpus.capability(device) / 10,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => driver.gpus.capability(device) % 10,
             CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => NUM_MULTIPROCESSORS,
             _ => return Err(CUDA_ERROR_INVALID_VALUE),
         };
@@ -195,7 +195,7 @@ unsafe extern "C" fn cuMemCreate(
 ) -> CUresult {
     call_in_context(|driver| {
         check(num_bytes > 0 && num_bytes.is_multiple_of(GRANULARITY))?;
-        if num_bytes > driver.gpu.memory_bytes - driver.memory.used_bytes() {
+        if num_bytes > driver.gpus.memory_bytes - driver.memory.used_bytes() {
             return Err(CUDA_ERROR_OUT_OF_MEMORY);
         }
         handle.write(driver.memory.create(num_bytes));
@@ -308,7 +308,7 @@ extern "C" fn cuMemHostUnregister(start: usize) -> CUresult {
 extern "C" fn cuMemAlloc_v2(start: Out<'_, u64>, num_bytes: usize) -> CUresult {
     call_in_context(|driver| {
         let num_bytes = num_bytes.next_multiple_of(GRANULARITY);
-        if driver.memory.used_bytes() + num_bytes > driver.gpu.memory_bytes {
+        if driver.memory.used_bytes() + num_bytes > driver.gpus.memory_bytes {
             return Err(CUDA_ERROR_OUT_OF_MEMORY);
         }
         let address = driver.memory.reserve(num_bytes).ok_or(CUDA_ERROR_OUT_OF_MEMORY)?;

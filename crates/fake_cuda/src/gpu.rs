@@ -4,13 +4,14 @@ use std::str::FromStr;
 
 /// Description of the GPUs, from the environment.
 #[derive(Debug, Clone)]
-pub struct Gpu {
+pub struct Gpus {
     /// `FAKE_CUDA_GPUS`: number of GPUs; 1 by default.
     pub num_gpus: i32,
-    /// `FAKE_CUDA_CAPABILITY`: compute capabilities, as ten times the major and the minor number, separated by commas. The last is that of
-    /// all further GPUs; 90 by default.
+    /// `FAKE_CUDA_CAPABILITY`: compute capability of each GPU, as ten times the major plus the minor number, separated by commas. GPUs without
+    /// an entry have the last one; 90 by default.
     capabilities: Vec<i32>,
-    /// `FAKE_CUDA_LOST`: a GPU and a number of kernels, separated by a colon. The GPU is lost when this many have been launched.
+    /// `FAKE_CUDA_LOST`: the number of a GPU and a number of kernels, separated by a colon. The GPU is lost when a process that uses it launches
+    /// that many kernels. None by default.
     pub lost: Option<(i32, u64)>,
     /// `FAKE_CUDA_MEMORY`: memory of a GPU in MiB; 16 GiB by default. The host's memory is used only where a program writes.
     pub memory_bytes: usize,
@@ -19,16 +20,16 @@ pub struct Gpu {
     pub driver_version: i32,
 }
 
-impl Gpu {
+impl Gpus {
     /// Reads the environment.
     pub fn from_environment() -> Self {
-        Gpu {
+        Gpus {
             num_gpus: variable("FAKE_CUDA_GPUS", 1),
-            capabilities: text("FAKE_CUDA_CAPABILITY")
+            capabilities: variable_text("FAKE_CUDA_CAPABILITY")
                 .split(',')
                 .filter_map(|capability| capability.parse().ok())
                 .collect(),
-            lost: text("FAKE_CUDA_LOST")
+            lost: variable_text("FAKE_CUDA_LOST")
                 .split_once(':')
                 .and_then(|(gpu, launches)| Some((gpu.parse().ok()?, launches.parse().ok()?))),
             memory_bytes: variable::<usize>("FAKE_CUDA_MEMORY", 16 << 10) << 20,
@@ -54,11 +55,12 @@ pub const SHARED_BYTES: usize = 48 << 10;
 /// Number of multiprocessors of a GPU.
 pub const NUM_MULTIPROCESSORS: i32 = 4;
 
-fn text(name: &str) -> String {
+/// Returns the value of an environment variable, or an empty string if it is absent.
+fn variable_text(name: &str) -> String {
     std::env::var(name).unwrap_or_default()
 }
 
 /// Returns the value of an environment variable, or the default if it is absent or not a number.
 pub(crate) fn variable<T: FromStr>(name: &str, default: T) -> T {
-    text(name).parse().unwrap_or(default)
+    variable_text(name).parse().unwrap_or(default)
 }

@@ -1,7 +1,7 @@
 //! Streams and events: jobs that run late, in any order that events allow.
 
 use crate::block::Blocks;
-use crate::gpu::{Gpu, variable};
+use crate::gpu::{Gpus, variable};
 use crate::launch::{Kernel, Launch};
 use crate::memory::DeviceMemory;
 use crate::module::Module;
@@ -57,7 +57,7 @@ struct EventState {
 
 /// The state of the driver.
 pub(crate) struct Driver {
-    pub(crate) gpu: Gpu,
+    pub(crate) gpus: Gpus,
     /// The GPU that the program uses.
     pub(crate) ordinal: i32,
     num_launches: u64,
@@ -93,7 +93,7 @@ impl Driver {
         let mut random = Random::new(seed);
         let eagerness = EAGERNESS[random.below(EAGERNESS.len())];
         Driver {
-            gpu: Gpu::from_environment(),
+            gpus: Gpus::from_environment(),
             ordinal: 0,
             num_launches: 0,
             is_initialized: false,
@@ -145,7 +145,7 @@ impl Driver {
     pub(crate) fn push(&mut self, stream: u64, job: Job) -> Result<(), CUresult> {
         if let Job::Launch(_) = job {
             self.num_launches += 1;
-            if self.gpu.lost == Some((self.ordinal, self.num_launches)) {
+            if self.gpus.lost == Some((self.ordinal, self.num_launches)) {
                 self.failure = Some(CUDA_ERROR_DEVICE_UNAVAILABLE);
             }
         }

@@ -1,5 +1,5 @@
-//! Checks before training that all ranks have the same config, task and samples, so that either all of them train the same run or none
-//! does.
+//! Checks before training that all ranks have the same config, task, samples and model of GPU, so that either all of them train the same
+//! run or none does.
 //!
 //! Ranks that are started by hand may be given different configs, models or texts. Nothing in training would detect this: each rank would
 //! apply its own learning rate to the common gradient, and a checkpoint would mix their weights. Ranks whose kernels run at different SIMD
@@ -7,13 +7,14 @@
 
 use crate::config::Config;
 use crate::dataset::Dataset;
+use crate::device::LocalGpu;
 use crate::error::TrainError;
 use crate::task::Task;
 use std::collections::{BTreeMap, BTreeSet};
 use trireme_base::{Rank, format_ranks};
 use trireme_checkpoint::StoredTensors;
 use trireme_comm::{CONTROL_BYTES_MAX, Group};
-use trireme_tensor::SimdLevel;
+use trireme_tensor::{FoundLibrary, SimdLevel};
 
 /// The maximum number of characters of a value that a message quotes.
 const VALUE_CHARS_MAX: usize = 200;
@@ -22,7 +23,7 @@ const VALUE_CHARS_MAX: usize = 200;
 const LISTED_MAX: usize = 20;
 
 /// Named values that must be equal on all ranks.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Facts(BTreeMap<String, String>);
 
 impl Facts {
@@ -56,6 +57,21 @@ impl Facts {
             facts.extend(identity.map(|(name, value)| (format!("{name} of {part} samples"), value)));
         }
         Facts(facts)
+    }
+
+    /// Returns the facts about a worker's GPU, without which replicas would round differently: the compute capability and the number of
+    /// multiprocessors, by which kernels are compiled and chosen, and the versions of NVRTC and cuBLASLt. Empty without a GPU.
+    pub(crate) fn of_gpu(gpu: Option<&LocalGpu>) -> Self {
+        let Some(LocalGpu { gpu, libraries: [_, nvrtc, blas], .. }) = gpu else {
+            return Facts(BTreeMap::new());
+        };
+        let capability = gpu.compute_capability();
+        let gpu = format!("compute capability {capability}, {} multiprocessors", gpu.num_multiprocessors);
+        let version = |name: &str, FoundLibrary { version: (major, minor), .. }: &FoundLibrary| {
+            (format!("{name} version (install the same on all hosts)"), format!("{major}.{minor}"))
+        };
+        let gpu = ("GPU (use the same model on all ranks)".to_owned(), gpu);
+        Facts(BTreeMap::from([gpu, version("NVRTC", nvrtc), version("cuBLASLt", blas)]))
     }
 
     pub(crate) fn of_weights(weights: &StoredTensors) -> Result<Self, TrainError> {

@@ -334,8 +334,8 @@ impl TensorSource for RunTensors<'_> {
             Entry::OptimizerState { unit, .. } => self.fetch(StateClass::Optimizer, unit),
             Entry::AmaxHistory { .. } | Entry::Compressor { .. } => Ok(()),
         };
-        let name = self.tensors[index].name.clone();
-        let source_error = |source| CheckpointError::Source { name: name.clone(), source };
+        let source_error =
+            |source| CheckpointError::Source { name: self.tensors[index].name.clone(), source };
         fetch_result.map_err(|error| source_error(error.into()))?;
         let executor = &*self.executor;
         match entry {

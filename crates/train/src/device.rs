@@ -1,6 +1,5 @@
 //! The device that a worker computes on.
 
-use crate::agreement::Facts;
 use crate::config::{Config, DeviceName, HugePages};
 use crate::error::TrainError;
 use rustix::thread::disable_transparent_huge_pages;
@@ -9,7 +8,7 @@ use std::sync::Arc;
 use trireme_parallel::Spill;
 use trireme_tensor::{
     BackendKind, CudaError, CudaInstallation, CudaOptions, DetachedOptions, Device, DeviceError,
-    DeviceOptions, Gpu, OverflowAllocator, PageSource, Precision, SimdLevel,
+    DeviceOptions, FoundLibrary, Gpu, OverflowAllocator, PageSource, Precision, SimdLevel,
 };
 
 /// Returns the options with which a worker opens its device.
@@ -40,6 +39,8 @@ pub struct LocalGpu {
     pub ordinal: usize,
     /// The GPU.
     pub gpu: Gpu,
+    /// The libraries that kernels need: the driver, NVRTC and cuBLASLt.
+    pub libraries: &'static [FoundLibrary; 3],
 }
 
 /// Returns the GPU of each of `num_workers` workers of this host; none if workers do not compute on GPUs.
@@ -47,44 +48,26 @@ pub struct LocalGpu {
 /// # Errors
 /// If CUDA cannot be used on this host, or if a worker has no GPU.
 pub fn local_gpus(config: &Config, num_workers: usize) -> Result<Vec<LocalGpu>, CudaError> {
+    (0..num_workers).map_while(|worker| local_gpu(config, worker).transpose()).collect()
+}
+
+/// Returns the GPU of the worker `local_rank` of this host; `None` if workers do not compute on GPUs.
+///
+/// # Errors
+/// If CUDA cannot be used on this host, or if the worker has no GPU.
+pub(crate) fn local_gpu(config: &Config, local_rank: usize) -> Result<Option<LocalGpu>, CudaError> {
     if config.training().device != DeviceName::Cuda {
-        return Ok(Vec::new());
+        return Ok(None);
     }
     let cuda = CudaInstallation::from_environment()?;
-    let of_worker = |worker| {
-        let ordinal = gpu_ordinal(cuda, worker)?;
-        Ok(LocalGpu { ordinal, gpu: cuda.gpu(ordinal)? })
-    };
-    (0..num_workers).map(of_worker).collect()
+    let ordinal = gpu_ordinal(cuda, local_rank)?;
+    Ok(Some(LocalGpu { ordinal, gpu: cuda.gpu(ordinal)?, libraries: cuda.libraries() }))
 }
 
 /// Returns the number of the GPU of a worker among those that are visible to its process. The only one belongs to all workers: a launcher
 /// may show each worker its own GPU, or workers may share one.
 fn gpu_ordinal(cuda: &CudaInstallation, local_rank: usize) -> Result<usize, CudaError> {
     Ok(if cuda.gpus()?.len() == 1 { 0 } else { local_rank })
-}
-
-/// Returns what must be equal on the GPUs of all workers, so that the bits of copies of a result are: what a kernel is compiled for, and what
-/// cuBLASLt chooses one by. None if workers do not compute on GPUs.
-pub(crate) fn gpu_facts(config: &Config, local_rank: usize) -> Result<Facts, CudaError> {
-    if config.training().device != DeviceName::Cuda {
-        return Ok(Facts::default());
-    }
-    let cuda = CudaInstallation::from_environment()?;
-    let Gpu { capability, num_multiprocessors, .. } = cuda.gpu(gpu_ordinal(cuda, local_rank)?)?;
-    let mut facts = Facts::default();
-    let gpu = format!(
-        "compute capability {}.{}, {num_multiprocessors} multiprocessors",
-        capability / 10,
-        capability % 10
-    );
-    facts.insert("GPU (train on equal ones)", gpu);
-    let [_, nvrtc, blas] = cuda.libraries();
-    for (name, library) in [("NVRTC", nvrtc), ("cuBLASLt", blas)] {
-        let (major, minor) = library.version;
-        facts.insert(&format!("version of {name}"), format!("{major}.{minor}"));
-    }
-    Ok(facts)
 }
 
 /// Opens the device of the worker `local_rank` of this host. With `huge_pages = "never"`, turns transparent huge pages off for the whole

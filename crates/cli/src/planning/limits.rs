@@ -47,7 +47,7 @@ fn gpu_bytes(config: &Config, workers: Workers<'_>) -> usize {
     };
     let is_of_other_launcher =
         matches!(WorkerEnvironment::of_this_process(), Ok(Some(_))) && !is_under_launcher();
-    let counted = |LocalGpu { ordinal, gpu }: &LocalGpu| {
+    let counted = |LocalGpu { ordinal, gpu, .. }: &LocalGpu| {
         let num_workers = gpus.iter().filter(|other| other.ordinal == *ordinal).count();
         let num_sharing = if is_of_other_launcher { 1 } else { num_workers };
         gpu.memory_bytes / num_sharing / (GAP_DIVISOR + 1) * GAP_DIVISOR

@@ -151,6 +151,27 @@ const EXPERT_LAYOUTS: [(usize, &str, bool); 28] = [
     (8, "expert_parallel_degree=2 context_parallel_degree=2 tensor_parallel_degree=2 zero_stage=3", false),
 ];
 
+/// Returns the arguments that select a layout. Keys without a section are keys of `[parallelism]`.
+pub(crate) fn layout_arguments(workers: usize, layout: &str) -> String {
+    let keys = layout.split_whitespace().map(|key| {
+        let section = if key.split_once('=').unwrap().0.contains('.') { "" } else { "parallelism." };
+        format!(" --set {section}{key}")
+    });
+    format!("--workers {workers}{}", keys.collect::<String>())
+}
+
+/// Returns the relative difference of two losses, given as bits.
+pub(crate) fn relative_difference(found: u64, expected: u64) -> f64 {
+    if found == expected { 0.0 } else { (f64::from_bits(found) / f64::from_bits(expected) - 1.0).abs() }
+}
+
+/// Returns the config that trains the model `{name}.json` on the corpus.
+pub(crate) fn model_config(name: &str, training: &str) -> String {
+    format!(
+        "[model]\nconfig = \"{name}.json\"\n[data]\nfolder = \"corpus\"\n{training}[generate]\nnum_tokens = 0\n"
+    )
+}
+
 /// A program that trains a model with the config `{name}.toml`.
 struct TrainingProgram {
     name: &'static str,
@@ -171,11 +192,7 @@ impl TrainingProgram {
 
     /// Returns the largest relative difference of the losses from the losses of one worker. Checks the predicted memory.
     fn difference(&self, fixture: &Fixture, workers: usize, layout: &str) -> LayoutOutcome {
-        let keys = layout.split_whitespace().map(|key| {
-            let section = if key.split_once('=').unwrap().0.contains('.') { "" } else { "parallelism." };
-            format!(" --set {section}{key}")
-        });
-        let what = format!("--workers {workers}{}", keys.collect::<String>());
+        let what = layout_arguments(workers, layout);
         let outcome = self.train(fixture, &format!("--set run.name=rung {what}")).end();
         if layout.contains("expert") && !WITH_EXPERTS.contains(&self.name) {
             assert_contains(&outcome.refused(), &["no experts"]);
@@ -197,13 +214,7 @@ impl TrainingProgram {
         let (found, expected) = (fixture.losses("rung"), fixture.losses(self.name));
         assert_eq!(found.len(), expected.len(), "{what}");
         let pairs = found.into_iter().zip(expected);
-        let differences = pairs.map(|((_, found), (_, expected))| {
-            if found == expected {
-                0.0
-            } else {
-                (f64::from_bits(found) / f64::from_bits(expected) - 1.0).abs()
-            }
-        });
+        let differences = pairs.map(|((_, found), (_, expected))| relative_difference(found, expected));
         LayoutOutcome::Difference(differences.fold(0.0, f64::max))
     }
 }
@@ -247,9 +258,7 @@ fn every_layout_trains_as_one_worker_does() {
     };
     for (name, config) in MODELS {
         fixture.write(&format!("{name}.json"), config);
-        let model = format!("[model]\nconfig = \"{name}.json\"\n[data]\nfolder = \"corpus\"\n");
-        let generate = "[generate]\nnum_tokens = 0\n";
-        fixture.write(&format!("{name}.toml"), model + &training("seq_len = 16\n") + generate);
+        fixture.write(&format!("{name}.toml"), model_config(name, &training("seq_len = 16\n")));
     }
     fixture.write(&format!("{EXAMPLE}.toml"), training(""));
     let subjects = training_programs();

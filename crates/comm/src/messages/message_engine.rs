@@ -174,11 +174,11 @@ impl MessageEngine {
         let Some(pending) = lane.waiting.front_mut().filter(|pending| pending.is_movable()) else {
             return Ok(false);
         };
-        pending.storage.wait().inspect_err(|_| self.failed = Some(pending.number))?;
+        let number = pending.number;
+        pending.storage.wait().inspect_err(|_| self.failed = Some(number))?;
         let link = self.links[peer.0].as_mut().expect("messages go to other ranks");
         let (dtype, len) = pending.operation.elements();
         let memories = Memories::new(pending.storage.bytes_mut(), dtype, None);
-        let number = pending.number;
         let (call, outgoing) = lane.moving.get_or_insert_with(|| {
             self.recorder.begin_message(number);
             let call = call(pending.operation, lane.num_completed, pending.issued, self.timeout);
@@ -198,11 +198,11 @@ impl MessageEngine {
         let Some(pending) = lane.waiting.front_mut().filter(|pending| pending.is_movable()) else {
             return Ok(false);
         };
-        pending.storage.wait().inspect_err(|_| self.failed = Some(pending.number))?;
+        let number = pending.number;
+        pending.storage.wait().inspect_err(|_| self.failed = Some(number))?;
         let link = self.links[peer.0].as_mut().expect("messages come from other ranks");
         let (dtype, len) = pending.operation.elements();
         let mut memories = Memories::new(pending.storage.bytes_mut(), dtype, None);
-        let number = pending.number;
         let (call, incoming) = lane.moving.get_or_insert_with(|| {
             self.recorder.begin_message(number);
             let call = call(pending.operation, lane.num_completed, pending.issued, self.timeout);

@@ -150,8 +150,9 @@ fn first_failure(report: &RankReport) -> Option<&super::FailureReport> {
     failures.min_by(|one, other| one.at.total_cmp(&other.at))
 }
 
-/// Returns the ranks that the rank at `place` waits for: the ranks that the failure of its operation names, or the peer of its message, or
-/// else the ranks whose reports show that they have not issued its operation.
+/// Returns the ranks that the rank at `place` waits for. If its operation has failed, these are the ranks that the failure names, or none,
+/// for example if the rank's own device failed. Otherwise they are the peer of its message, or the ranks whose reports show that they have
+/// not issued its operation.
 fn waits_for(place: &Place, own: Option<&RankReport>, reports: &[&RankReport]) -> Vec<usize> {
     let Some(operation) = place.operation.as_ref().filter(|operation| is_waiting(operation)) else {
         return Vec::new();
@@ -159,11 +160,10 @@ fn waits_for(place: &Place, own: Option<&RankReport>, reports: &[&RankReport]) -
     let is_of_place = |group: &&GroupReport| place.is_in(&group.name) && group.members.contains(&place.rank);
     let group = |report: &RankReport| report.groups.iter().find(is_of_place).cloned();
     let failure = own.and_then(group).and_then(|group| group.failure);
-    match failure {
-        Some(failure) if operation.state == OperationState::Failed || !failure.missing.is_empty() => {
-            return failure.missing;
-        }
-        _ => {}
+    if let Some(failure) = failure
+        && (operation.state == OperationState::Failed || !failure.missing.is_empty())
+    {
+        return failure.missing;
     }
     if let Some(peer) = operation.peer {
         return Vec::from([peer.rank]);

@@ -243,9 +243,8 @@ impl DtypeExchanges {
                         started.copy_out(device, &mut output, at, from, part, result.reborrow());
                         at += num_received;
                     }
-                    [input.into_memory().map_err(ParallelError::from)?, output]
-                        .into_iter()
-                        .for_each(|buffer| started.return_buffer(device, buffer));
+                    started.return_buffer(device, input.into_memory().map_err(ParallelError::from)?);
+                    started.return_buffer(device, output);
                 }
             }
         }

@@ -127,7 +127,7 @@ impl Executor {
     /// tensor or expert axis. Collective.
     ///
     /// # Errors
-    /// [`ParallelError::ReplicasDiffer`] if they differ.
+    /// [`ParallelError::ReplicasDiffer`] if they differ; errors of the device, the groups and disks.
     pub fn check_replicas(&mut self) -> Result<()> {
         let table = Arc::clone(self.model.table());
         let [mut without_experts, mut with_experts, mut shared_by_experts] = [Fnv1a::EMPTY; 3];

@@ -138,6 +138,7 @@ impl ExchangeVector {
 
     /// Copies the elements to the host, after the kernels that have been issued.
     pub(crate) fn download<T: Element>(&mut self, device: &Device) -> Result<&mut [T]> {
+        // `wait_mut` would panic.
         self.buffer.event().outcome().map_err(DeviceError::Failed)?;
         let buffer = self.buffer.wait_mut().elements_mut();
         if let Some(own) = &self.device_tensor {

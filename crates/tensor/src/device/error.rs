@@ -38,7 +38,7 @@ pub enum DeviceError {
          the CPU"
     )]
     RustFunction { name: &'static str },
-    /// The device has failed, such as a GPU that is lost. It runs nothing any more.
+    /// The device has failed, for example because a GPU was lost. It runs no more kernels and copies.
     #[error("the device failed: {0}")]
     Failed(String),
     /// A GPU cannot be used.

@@ -9,7 +9,7 @@ use crate::compression::notice_compression;
 use crate::config::{Config, Resume, TaskKind};
 use crate::corpus::record_use;
 use crate::dataset::{Dataset, batch_specs};
-use crate::device::{enable_spill, gpu_facts, open_device};
+use crate::device::{enable_spill, local_gpu, open_device};
 use crate::error::TrainError;
 use crate::executor::build_executor;
 use crate::metrics::{HashWriter, MetricsWriter, check_names};
@@ -42,7 +42,7 @@ impl<'a> Trainer<'a> {
     ///
     /// # Errors
     /// If the samples, the model, the checkpoint to resume from or a file of the run cannot be opened, if the ranks disagree about the
-    /// config or the task, or if there is too little memory or disk space.
+    /// config, the task or their GPUs, if a GPU cannot be used, or if there is too little memory or disk space.
     pub fn new(
         config: &'a Config,
         task: Arc<dyn Task>,
@@ -56,7 +56,8 @@ impl<'a> Trainer<'a> {
         let Samples { train, validation } = Samples::open(&*task, config)?;
         let facts = Facts::of_config(config, options.simd_level_max);
         let local_rank = local_rank(&group, &options);
-        let facts = facts.merged_with(gpu_facts(config, local_rank).map_err(DeviceError::from)?);
+        let gpu = local_gpu(config, local_rank).map_err(DeviceError::from)?;
+        let facts = facts.merged_with(Facts::of_gpu(gpu.as_ref()));
         agree(&facts.merged_with(Facts::of_task(&*task, &*train, validation.as_deref())), &group)?;
         notice_settings(config, &*task, observer);
 
@@ -144,7 +145,7 @@ fn notice_settings(config: &Config, task: &dyn Task, observer: &mut dyn Observer
     notice_cuda(config, observer);
 }
 
-/// Returns the rank of this worker among those of its host.
+/// Returns the rank of this worker among the workers of its host, as its launcher or else the group tells it.
 fn local_rank(group: &Group, options: &TrainerOptions) -> usize {
     let local_ranks = group.hosts().ranks(group.hosts().host_of(group.rank()));
     let place = local_ranks.iter().position(|&rank| rank == group.rank());

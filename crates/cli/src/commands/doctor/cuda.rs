@@ -58,8 +58,8 @@ impl CudaFacts {
         };
         let gpus = gpus.into_iter().map(|gpu| {
             let problem = gpu.check().err().map(|error| error.to_string());
-            let Gpu { name, capability, memory_bytes, .. } = gpu;
-            let compute_capability = format!("{}.{}", capability / 10, capability % 10);
+            let compute_capability = gpu.compute_capability();
+            let Gpu { name, memory_bytes, .. } = gpu;
             GpuFacts { name, compute_capability, memory_bytes, problem }
         });
         CudaFacts { gpus: gpus.collect(), libraries: libraries.collect(), problem }

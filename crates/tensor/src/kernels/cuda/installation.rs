@@ -265,6 +265,11 @@ impl Gpu {
         Ok(())
     }
 
+    /// Returns the compute capability as `major.minor`.
+    pub fn compute_capability(&self) -> String {
+        format!("{}.{}", self.capability / 10, self.capability % 10)
+    }
+
     fn all(driver: &DriverApi) -> Result<Vec<Gpu>, CudaError> {
         let mut num_gpus = 0;
         // SAFETY: writes a number.
