@@ -157,11 +157,14 @@ impl CommError {
         CommError::Rendezvous { doing: doing.into(), source: Arc::new(source) }
     }
 
-    /// Ranks of the group that were waited for, or lost.
+    /// Ranks of the group that were waited for, or that have failed.
     pub(crate) fn missing(&self) -> Vec<Rank> {
         match self {
             CommError::TimedOut { missing, .. } => missing.clone(),
-            CommError::PeerLost { rank, .. } | CommError::PeerLeft { rank, .. } => Vec::from([*rank]),
+            CommError::PeerLost { rank, .. }
+            | CommError::PeerLeft { rank, .. }
+            | CommError::PeerFailed { rank, .. }
+            | CommError::Protocol { rank, .. } => Vec::from([*rank]),
             CommError::GroupDeadlock(deadlock) => Vec::from([deadlock.other_rank]),
             _ => Vec::new(),
         }

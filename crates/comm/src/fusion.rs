@@ -112,8 +112,9 @@ impl Fusion {
             return self.group.all_reduce(vector, self.op).into();
         }
         // The vector is copied right away.
-        if let Err(failure) = vector.wait() {
-            return Work::ready(Err(failure)).into();
+        if vector.wait().is_err() {
+            // The group fails, and with it the open batch, before peers could take a shorter batch for a mismatch.
+            return self.group.all_reduce(vector, self.op).into();
         }
         let mut state = lock(&self.state);
         if lock(&state.open).len + vector.len() > self.len_max {

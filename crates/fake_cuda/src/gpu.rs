@@ -7,11 +7,11 @@ use std::str::FromStr;
 pub struct Gpus {
     /// `FAKE_CUDA_GPUS`: number of GPUs; 1 by default.
     pub num_gpus: i32,
-    /// `FAKE_CUDA_CAPABILITY`: compute capability of each GPU, as ten times the major plus the minor number, separated by commas. GPUs without
-    /// an entry have the last one; 90 by default.
+    /// `FAKE_CUDA_CAPABILITY`: compute capability of each GPU, as ten times the major plus the minor number, separated by commas. GPUs
+    /// without an entry have the last one; 90 by default.
     capabilities: Vec<i32>,
-    /// `FAKE_CUDA_LOST`: the number of a GPU and a number of kernels, separated by a colon. The GPU is lost when a process that uses it launches
-    /// that many kernels. None by default.
+    /// `FAKE_CUDA_LOST`: the number of a GPU and a number of kernels, separated by a colon. The GPU is lost when a process that uses it
+    /// launches that many kernels. None by default.
     pub lost: Option<(i32, u64)>,
     /// `FAKE_CUDA_MEMORY`: memory of a GPU in MiB; 16 GiB by default. The host's memory is used only where a program writes.
     pub memory_bytes: usize,

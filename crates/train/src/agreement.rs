@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use trireme_base::{Rank, format_ranks};
 use trireme_checkpoint::StoredTensors;
 use trireme_comm::{CONTROL_BYTES_MAX, Group};
-use trireme_tensor::{FoundLibrary, SimdLevel};
+use trireme_tensor::{FoundLibrary, Gpu, SimdLevel};
 
 /// The maximum number of characters of a value that a message quotes.
 const VALUE_CHARS_MAX: usize = 200;
@@ -59,14 +59,17 @@ impl Facts {
         Facts(facts)
     }
 
-    /// Returns the facts about a worker's GPU, without which replicas would round differently: the compute capability and the number of
-    /// multiprocessors, by which kernels are compiled and chosen, and the versions of NVRTC and cuBLASLt. Empty without a GPU.
+    /// Returns the facts about a worker's GPU, which must be equal because replicas would round differently otherwise: its model, for which
+    /// kernels are compiled and chosen, and the versions of NVRTC and cuBLASLt. Empty without a GPU.
     pub(crate) fn of_gpu(gpu: Option<&LocalGpu>) -> Self {
         let Some(LocalGpu { gpu, libraries: [_, nvrtc, blas], .. }) = gpu else {
             return Facts(BTreeMap::new());
         };
-        let capability = gpu.compute_capability();
-        let gpu = format!("compute capability {capability}, {} multiprocessors", gpu.num_multiprocessors);
+        let Gpu { name, num_multiprocessors, .. } = gpu;
+        let gpu = format!(
+            "{name} with compute capability {} and {num_multiprocessors} multiprocessors",
+            gpu.compute_capability()
+        );
         let version = |name: &str, FoundLibrary { version: (major, minor), .. }: &FoundLibrary| {
             (format!("{name} version (install the same on all hosts)"), format!("{major}.{minor}"))
         };

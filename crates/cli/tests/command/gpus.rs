@@ -94,8 +94,8 @@ const GPU_LAYOUTS: [(usize, usize, &str); 14] = [
     (1, 4, "expert_parallel_degree=2 zero_stage=1"),
 ];
 
-/// Trains every layout on GPUs for `num_steps` steps, once for each of `seeds`, which set the order in which a GPU runs threads and streams.
-/// Asserts that all seeds give the same bits, and that the relative difference from the CPU's losses is less than `tolerance`.
+/// Trains every layout on GPUs for `num_steps` steps, once for each of `seeds`, which set the order in which a GPU runs threads and
+/// streams. Asserts that all seeds give the same bits, and that the relative difference from the CPU's losses is less than `tolerance`.
 fn check_layouts(dtype: &str, num_steps: usize, seeds: &[&str], tolerance: f64) {
     if fake_cuda_folder().is_none() {
         return;
@@ -114,7 +114,7 @@ fn check_layouts(dtype: &str, num_steps: usize, seeds: &[&str], tolerance: f64) 
     for (num_gpus, num_workers, layout) in GPU_LAYOUTS {
         let model = models[usize::from(layout.contains("expert"))];
         let arguments = layout_arguments(num_workers, layout);
-        let fixed = "--set training.device=cuda --set checkpoint.enable=false --set checkpoint.resume=never";
+        let fixed = "--set training.device=cuda --set checkpoint.resume=never";
         let mut runs = Vec::new();
         for seed in seeds {
             let train = format!("train {model}.toml {fixed} --set run.name=gpu {arguments}");
@@ -173,32 +173,45 @@ fn gpus_that_differ_are_refused() {
     assert_contains(
         &error,
         &[
-            "GPU (use the same model on all ranks): compute capability 9.0",
-            "on rank 0; compute capability 8.0",
+            "GPU (use the same model on all ranks): Fake GPU with compute capability 9.0",
+            "on rank 0; Fake GPU with compute capability 8.0",
             "on rank 1",
         ],
     );
 }
 
-/// A GPU that is lost during a run ends the run with its name and the name of its rank. The run continues from its last checkpoint.
+/// The run continues from its last checkpoint, with the losses of a run on the CPU.
 #[test]
 fn a_gpu_that_is_lost_is_named() {
     let fixture = Fixture::with_corpus();
-    let arguments = "train tiny.toml --set training.device=cuda --workers 2";
-    let Some(mut command) = with_cuda(&fixture, arguments) else { return };
-    command.env("FAKE_CUDA_GPUS", "2").env("FAKE_CUDA_LOST", "1:200");
-    let outcome = Running::start(command).end();
-    assert_contains(
-        &outcome.refused(),
-        &[
-            "rank 1 exited with code 1",
-            "the device failed: GPU 1 (Fake GPU): ",
-            "CUDA_ERROR_DEVICE_UNAVAILABLE; see",
-        ],
-    );
-    assert_eq!(fixture.complete_checkpoints("tiny"), 1);
-    let Some(mut command) = with_cuda(&fixture, arguments) else { return };
-    command.env("FAKE_CUDA_GPUS", "2");
-    Running::start(command).end().succeeded();
-    assert_eq!(fixture.losses("tiny").len(), 4);
+    fixture.run("train tiny.toml --set run.name=cpu").succeeded();
+    let expected = fixture.losses("cpu");
+    for (layout, num_kernels) in [
+        ("", 200),
+        ("zero_stage=3 offload.parameters=host", 230),
+        ("pipeline_parallel_degree=2 offload.activations=host model.num_layers=2", 100),
+        ("tensor_parallel_degree=2", 130),
+    ] {
+        let arguments = format!(
+            "train tiny.toml --set training.device=cuda --resume never {}",
+            layout_arguments(2, layout)
+        );
+        let Some(mut command) = with_cuda(&fixture, &arguments) else { return };
+        command.env("FAKE_CUDA_GPUS", "2").env("FAKE_CUDA_LOST", format!("1:{num_kernels}"));
+        let error = Running::start(command).end().refused();
+        let named = "the device failed: GPU 1 (Fake GPU): ";
+        assert_contains(&error, &["rank 1 exited with code 1", named, "CUDA_ERROR_DEVICE_UNAVAILABLE; see"]);
+        if !layout.is_empty() {
+            continue;
+        }
+        assert_eq!(fixture.complete_checkpoints("tiny"), 1);
+        let Some(mut command) = with_cuda(&fixture, &arguments.replace("--resume never", "")) else { return };
+        command.env("FAKE_CUDA_GPUS", "2");
+        Running::start(command).end().succeeded();
+        let found = fixture.losses("tiny");
+        assert_eq!(found.len(), expected.len());
+        for ((step, found), (_, expected)) in found.into_iter().zip(&expected) {
+            assert!(relative_difference(found, *expected) < LOSS_TOLERANCE, "step {step}");
+        }
+    }
 }

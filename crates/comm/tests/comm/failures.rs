@@ -2,14 +2,14 @@
 
 use crate::support::{TRANSPORTS, join_options, on_ranks, ranks, small_pieces};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
-use std::sync::Mutex;
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
-use trireme_base::{DType, Rank, ReduceOp};
+use trireme_base::{DType, EventCompleter, Pending, Rank, ReduceOp};
 use trireme_comm::{
-    Buffer, CommError, Element, Group, GroupOptions, JoinOptions, Operation, RecorderOptions,
-    TransportChoice, TransportKind, Work, join, report_path,
+    Buffer, CommError, Element, Fusion, Group, GroupOptions, JoinOptions, Operation, PageSize,
+    RecorderOptions, TransportChoice, TransportKind, Untyped, Work, join, report_path,
 };
 use trireme_schedule::collective::CollectiveKind;
 
@@ -276,6 +276,48 @@ fn a_pending_vector_is_ready_at_its_event_and_its_failure_is_in_the_outcome() {
             outcome.wait().expect_err("the group has failed");
         });
     }
+}
+
+/// The device that computes a rank's vector fails before a collective, a message, or a vector that is fused with an earlier one.
+#[test]
+fn a_device_that_fails_ends_the_group_with_its_cause() {
+    let failed = |group: &Group| {
+        let completer = EventCompleter::new(|| ());
+        let memory = Pending::until(completer.event(), Arc::default());
+        let vector: Buffer<Untyped> = Buffer::pending(memory, DType::F32, 10);
+        completer.complete(Err("the GPU is lost".to_owned()));
+        if group.rank() == Rank(1) { vector } else { of_ten(group) }
+    };
+    type Exchange = fn(Arc<Group>, Buffer<Untyped>) -> Result<(), CommError>;
+    let exchanges: [Exchange; 3] = [
+        |group, vector| group.all_reduce(vector, ReduceOp::Sum).wait().map(drop),
+        |group, vector| match group.rank() {
+            Rank(1) => group.send(vector, Rank(0)).wait().map(drop),
+            _ => group.receive(vector, Rank(1)).wait().map(drop),
+        },
+        |group, vector| {
+            let fusion = Fusion::new(Arc::clone(&group), ReduceOp::Sum, 100);
+            let works = [of_ten(&group), vector].map(|vector| fusion.all_reduce(vector));
+            works.into_iter().try_for_each(|work| work.wait().map(drop))
+        },
+    ];
+    for transport in TRANSPORTS {
+        for exchange in exchanges {
+            let failures = on_ranks(transport, 2, &small_pieces(), |group| {
+                let vector = failed(&group);
+                exchange(Arc::new(group), vector).expect_err("rank 1 has failed")
+            });
+            assert!(
+                matches!(&failures[1], CommError::DeviceFailed { cause } if cause == "the GPU is lost"),
+                "{transport}: {failures:?}"
+            );
+            assert!(!matches!(failures[0], CommError::Mismatch { .. }), "{transport}: {failures:?}");
+        }
+    }
+}
+
+fn of_ten(group: &Group) -> Buffer<Untyped> {
+    group.buffer_of(DType::F32, 10, PageSize::Base).expect("memory")
 }
 
 /// Each rank would keep reporting the other's progress if the reported age did not grow.

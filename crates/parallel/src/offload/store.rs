@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use trireme_base::{AsyncOperation, Journal, JournalEntry, Pending};
 use trireme_schedule::Tier;
 use trireme_swap::{AlignedBuffer, SwapFile, Transfer};
-use trireme_tensor::{Category, Device, PinnedMemory, View, ViewMut};
+use trireme_tensor::{Category, Device, DeviceError, PinnedMemory, View, ViewMut};
 
 /// Maximum number of chunks being written to a disk. More would hold memory that eviction should free.
 const WRITES_MAX: usize = 4;
@@ -285,7 +285,9 @@ impl Store {
         let state = &mut self.blocks[block];
         *state = match (&mut self.backing, std::mem::take(state)) {
             (Backing::Host(host), _) => {
-                self.pending_copies.drain(..).for_each(|copy| drop(copy.wait()));
+                for copy in self.pending_copies.drain(..) {
+                    copy.event().outcome().map_err(DeviceError::Failed)?;
+                }
                 let copy = host.pinned_memory(num_bytes(memory), Category::Activations)?;
                 BlockState::OnHost(copy_out(&self.owner, memory, copy))
             }

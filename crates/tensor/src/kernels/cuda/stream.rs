@@ -136,6 +136,8 @@ impl Streams {
         });
         let event = completer.event();
         if let Some(cause) = &state.failure {
+            // The GPU may still write to the memory of a copy.
+            std::mem::forget(copy);
             completer.complete(Err(cause.clone()));
             return event;
         }
@@ -145,8 +147,9 @@ impl Streams {
             }
             Err(error) => {
                 drop(state);
+                std::mem::forget(copy);
                 shared.fail(&error);
-                completer.complete(Err(error.to_string()));
+                completer.complete(self.failure().map_or(Ok(()), Err));
             }
         }
         drop(unused);
@@ -282,11 +285,15 @@ impl Shared {
         }
     }
 
+    /// As [`fail_with`](Shared::fail_with), with an error of this GPU.
     fn fail(&self, error: &CudaError) {
-        self.fail_with(format!(
-            "{}: {error}; see whether `nvidia-smi -q` and `dmesg` report errors of the hardware",
-            self.context.describe()
-        ));
+        let advice = match error {
+            CudaError::Call { .. } | CudaError::Kernel { .. } => {
+                "; see whether `nvidia-smi -q` and `dmesg` report errors of the hardware"
+            }
+            _ => "",
+        };
+        self.fail_with(format!("{}: {error}{advice}", self.context.describe()));
     }
 
     /// Records a failure, and fails all pending events with the first one. The memory of pending copies is lost.
