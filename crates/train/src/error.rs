@@ -110,8 +110,7 @@ pub enum TrainError {
     #[error("another process is using the run {}; wait for it, or set another [run] name", path.display())]
     RunInUse { path: PathBuf },
     #[error(
-        "the ranks disagree about the run; give all of them the same program, config, model, samples and run folder, \
-         and the same model of GPU with the same versions of CUDA's libraries:{}",
+        "the ranks disagree about the run; give all of them the same program, config, model, samples and run folder:{}",
         differences.iter().map(|line| format!("\n  {line}")).collect::<String>()
     )]
     RanksDisagree {
