@@ -2,7 +2,7 @@
 //!
 //! - Numbers and formats: dtypes, 16-bit and 8-bit floats, byte counts, counter-based random numbers, enums with names.
 //! - Parallelism: ranks, how dims are split among ranks, the positions of a sequence that a rank holds, exchanges within units, heartbeats,
-//!   events.
+//!   events, communication between devices.
 //! - Accounting: memory by category, costs of kernels and of passes, the journal from which the time of a step is simulated.
 //! - Text: error chains, JSON as Python writes it, SVG documents, axis ticks, printable and shell-quoted strings.
 //! - System: opening, reading and replacing regular files, and starting threads.
@@ -14,6 +14,7 @@ mod axis_split;
 mod bytes;
 mod category;
 mod cost;
+mod device_transport;
 mod dtype;
 mod error_text;
 mod escape;
@@ -40,6 +41,9 @@ pub use axis_split::{AxisRank, AxisSplit, Segment};
 pub use bytes::{Bytes, HUGE_PAGE_BYTES, ParseBytesError};
 pub use category::Category;
 pub use cost::{Cost, Traffic};
+pub use device_transport::{
+    DeviceCommunicator, DeviceMemory, DeviceSpan, DeviceStep, DeviceTransport, DeviceTransportError,
+};
 pub use dtype::DType;
 pub use error_text::with_sources;
 pub use escape::{printable, quoted};

@@ -5,7 +5,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use trireme_base::{DType, Event, HostMemory, Pending};
+use trireme_base::{DType, DeviceMemory, DeviceSpan, Event, HostMemory, Pending};
 
 /// A vector that a group can communicate, in 64-byte-aligned memory. An operation takes the buffer, and its [`Work`](crate::Work) returns
 /// it.
@@ -79,6 +79,18 @@ impl<T: BufferElement> Buffer<T> {
         }
     }
 
+    /// Creates a vector of `len` elements of `dtype` in memory of a device that is [attached](crate::Group::attach_devices) to the group.
+    /// The group accesses it after the device's event `ready`, and the caller must not until the operation has completed.
+    ///
+    /// # Panics
+    /// If the memory has another size, or if `dtype` has no [`Element`].
+    pub fn on_device(memory: Arc<dyn DeviceMemory>, dtype: DType, len: usize, ready: Event) -> Self {
+        assert!(has_element(dtype), "groups do not send {dtype}");
+        let num_bytes = len * dtype.size();
+        assert_eq!(memory.num_bytes(), num_bytes, "{len} elements of {dtype}");
+        Buffer::from_storage(Storage::new(Memory::Device(memory, ready), dtype, num_bytes))
+    }
+
     /// Turns the vector into memory for device copies. Blocks until no device uses it.
     ///
     /// # Errors
@@ -86,6 +98,11 @@ impl<T: BufferElement> Buffer<T> {
     pub fn into_memory(mut self) -> Result<Pending<Buffer<T>>, CommError> {
         self.wait()?;
         Ok(Pending::new(self))
+    }
+
+    /// The memory, if it is [of a device](Buffer::on_device).
+    pub fn device_memory(&self) -> Option<Arc<dyn DeviceMemory>> {
+        self.storage.device_span().map(|span| span.memory)
     }
 
     /// The element type.
@@ -149,6 +166,8 @@ impl<T: BufferElement> HostMemory for Buffer<T> {
     }
 }
 
+const ON_DEVICE: &str = "the host cannot access memory of a device";
+
 /// The untyped memory of a [`Buffer`].
 pub(crate) struct Storage {
     pub(crate) memory: Memory,
@@ -163,6 +182,8 @@ pub(crate) enum Memory {
     Shared(Region),
     /// A device may still use the memory.
     Pending(PendingMemory),
+    /// Memory of a device, which the group may access after the event.
+    Device(Arc<dyn DeviceMemory>, Event),
 }
 
 /// Memory that becomes available at a device event.
@@ -202,10 +223,22 @@ impl Storage {
         self.num_bytes
     }
 
+    /// Whether the vector is in memory of a device.
+    pub(crate) fn is_on_device(&self) -> bool {
+        matches!(self.memory, Memory::Device(..))
+    }
+
+    /// The vector, if it is in memory of a device.
+    pub(crate) fn device_span(&self) -> Option<DeviceSpan> {
+        let Memory::Device(memory, _) = &self.memory else { return None };
+        Some(DeviceSpan::all(memory).part(0..self.num_bytes))
+    }
+
     /// The event after which no device uses the memory.
     pub(crate) fn event(&self) -> Event {
         match &self.memory {
             Memory::Pending(pending) => pending.event.clone(),
+            Memory::Device(_, ready) => ready.clone(),
             Memory::Heap(_) | Memory::Shared(_) => Event::DONE,
         }
     }
@@ -222,6 +255,7 @@ impl Storage {
                 ready.check(self.dtype, self.num_bytes.max(self.full_bytes));
                 ready.memory
             }
+            Memory::Device(memory, _) => Memory::Device(memory, Event::DONE),
             memory => memory,
         };
         Ok(())
@@ -245,6 +279,7 @@ impl Storage {
             Memory::Pending(_) => unreachable!("it was waited for"),
             Memory::Heap(lines) => lines.as_mut_ptr().cast(),
             Memory::Shared(region) => region.as_mut_ptr(),
+            Memory::Device(..) => panic!("{ON_DEVICE}"),
         }
     }
 
@@ -264,6 +299,7 @@ impl Storage {
             Memory::Heap(lines) => bytemuck::cast_slice(lines),
             Memory::Shared(region) => region.bytes(),
             Memory::Pending(_) => panic!("who reads a vector waits for it"),
+            Memory::Device(..) => panic!("{ON_DEVICE}"),
         };
         &all[..self.num_bytes]
     }
@@ -274,6 +310,7 @@ impl Storage {
             Memory::Pending(_) => unreachable!("it was waited for"),
             Memory::Heap(lines) => bytemuck::cast_slice_mut(lines),
             Memory::Shared(region) => region.bytes_mut(),
+            Memory::Device(..) => panic!("{ON_DEVICE}"),
         };
         &mut all[..self.num_bytes]
     }

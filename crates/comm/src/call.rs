@@ -53,6 +53,10 @@ impl Call {
         CommError::Wait { operation: self.operation, sequence: self.sequence, source: Arc::new(source) }
     }
 
+    pub(crate) fn device_transport_failed(&self, cause: String) -> CommError {
+        CommError::DeviceTransport { operation: self.operation, sequence: self.sequence, cause }
+    }
+
     /// The failure of this operation if `own` issued it and `rank` issued `theirs` instead.
     pub(crate) fn mismatch(&self, own: Rank, rank: Rank, theirs: Operation) -> CommError {
         CommError::mismatch(self.sequence, (own, self.operation), (rank, theirs))
@@ -94,6 +98,15 @@ impl BlockLens {
 }
 
 impl Payload {
+    /// Whether the vectors are in memory of a device.
+    pub(crate) fn is_on_device(&self) -> bool {
+        match self {
+            Payload::Vector(vector) => vector.is_on_device(),
+            Payload::Pair { input, output, .. } => input.is_on_device() || output.is_on_device(),
+            Payload::Nothing | Payload::Blocks(_) => false,
+        }
+    }
+
     /// Blocks until no device uses the vectors.
     ///
     /// # Errors

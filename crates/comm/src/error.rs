@@ -117,6 +117,8 @@ pub enum CommError {
     /// A device that uses a vector of the operation has failed. The vector is lost.
     #[error("the device failed: {cause}")]
     DeviceFailed { cause: String },
+    #[error("operation {sequence}, {operation}, failed between the devices: {cause}")]
+    DeviceTransport { operation: Operation, sequence: u64, cause: String },
     #[error("this rank panicked while using the group; see the panic message")]
     Panicked,
 }

@@ -11,8 +11,8 @@ use trireme_base::{DType, Pending, ReduceOp};
 /// the same order form the same batches, and no batch waits for a vector that is never issued. Each element is reduced as it would be
 /// alone: under [`keeps_order`](crate::GroupOptions::keeps_order), the bits are the same as without fusion.
 ///
-/// Fusion copies each vector into the batch and back. Vectors longer than half of `len_max` are reduced alone. Repeated use allocates
-/// nothing.
+/// Fusion copies each vector into the batch and back. Vectors longer than half of `len_max`, and vectors on devices, are reduced alone.
+/// Repeated use allocates nothing.
 #[derive(Clone)]
 pub struct Fusion {
     group: Arc<Group>,
@@ -107,7 +107,7 @@ impl Fusion {
     /// # Panics
     /// If a vector that is short enough to be fused has another dtype than the vectors before it.
     pub fn all_reduce(&self, mut vector: Buffer<Untyped>) -> FusedWork {
-        if !self.fuses(vector.len()) {
+        if !self.fuses(vector.len()) || vector.storage.is_on_device() {
             self.close(&mut lock(&self.state));
             return self.group.all_reduce(vector, self.op).into();
         }

@@ -30,6 +30,11 @@ pub(crate) fn call(run: impl FnOnce(&mut Driver) -> Result<(), CUresult>) -> CUr
     outcome.map_or_else(|error| error, |()| CUDA_SUCCESS)
 }
 
+/// Returns the number of the GPU that the process uses.
+pub(crate) fn ordinal() -> i32 {
+    driver().ordinal
+}
+
 fn check(is_valid: bool) -> Result<(), CUresult> {
     if is_valid { Ok(()) } else { Err(CUDA_ERROR_INVALID_VALUE) }
 }
@@ -106,6 +111,12 @@ unsafe extern "C" fn cuDeviceTotalMem_v2(num_bytes: Out<'_, usize>, _device: c_i
 }
 
 #[unsafe(no_mangle)]
+unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: Out<'_, [u8; 16]>, device: c_int) -> CUresult {
+    uuid.write([device as u8 + 1; 16]);
+    CUDA_SUCCESS
+}
+
+#[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetAttribute(
     value: Out<'_, c_int>,
     attribute: CUdevice_attribute,
@@ -147,6 +158,21 @@ fn call_in_context(run: impl FnOnce(&mut Driver) -> Result<(), CUresult>) -> CUr
         return CUDA_ERROR_INVALID_CONTEXT;
     }
     call(run)
+}
+
+/// Calls a function as [`call_in_context`] does, again and again until it returns true. Other threads may call the driver in between.
+fn wait_in_context(run: impl Fn(&mut Driver) -> Result<bool, CUresult>) -> CUresult {
+    loop {
+        let mut is_done = false;
+        let result = call_in_context(|driver| {
+            is_done = run(driver)?;
+            Ok(())
+        });
+        if is_done || result != CUDA_SUCCESS {
+            return result;
+        }
+        std::thread::yield_now();
+    }
 }
 
 #[unsafe(no_mangle)]
@@ -249,7 +275,12 @@ unsafe extern "C" fn cuStreamDestroy_v2(stream: u64) -> CUresult {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuStreamSynchronize(stream: u64) -> CUresult {
-    call_in_context(|driver| driver.synchronize_stream(stream))
+    wait_in_context(|driver| driver.try_synchronize_stream(stream))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuStreamQuery(stream: u64) -> CUresult {
+    call_in_context(|driver| if driver.query_stream(stream)? { Ok(()) } else { Err(CUDA_ERROR_NOT_READY) })
 }
 
 #[unsafe(no_mangle)]
@@ -277,7 +308,7 @@ unsafe extern "C" fn cuEventRecord(event: u64, stream: u64) -> CUresult {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuEventSynchronize(event: u64) -> CUresult {
-    call_in_context(|driver| driver.synchronize_event(event))
+    wait_in_context(|driver| driver.try_synchronize_event(event))
 }
 
 #[unsafe(no_mangle)]

@@ -1,4 +1,4 @@
-//! Stand-ins for the libraries of CUDA: the driver, NVRTC, cuBLASLt, and NCCL's version. They run kernels on the host, so that the backend
+//! Stand-ins for the libraries of CUDA: the driver, NVRTC, cuBLASLt and NCCL. They run kernels on the host, so that the backend
 //! for GPUs is tested on machines without one.
 //!
 //! The crate is one shared library, which serves under all these names ([`install`]); a program loads it like the real libraries. It has
@@ -9,6 +9,7 @@
 //! - The threads of a block are coroutines ([`block`]) that run one at a time, in an order that a seed chooses, until they meet at a
 //!   barrier or in an operation of their warp.
 //! - Device memory is not accessible to the host ([`memory`]), except while the driver runs jobs. New memory holds NaN.
+//! - NCCL's communicators are sockets between processes ([`nccl`]).
 //! - Streams run late, in any order that events allow ([`stream`]). The seed chooses this order as well.
 //!
 //! The variable `FAKE_CUDA_SEED` sets the seed, `FAKE_CUDA_SANITIZE` names sanitizers for kernels ([`nvrtc`]), and the other variables
@@ -21,6 +22,7 @@ pub mod gpu;
 pub mod launch;
 pub mod memory;
 pub mod module;
+pub mod nccl;
 pub mod nvrtc;
 pub mod ptx;
 pub mod stream;
@@ -28,7 +30,6 @@ pub mod stream;
 mod cublaslt;
 mod driver;
 mod floats;
-mod nccl;
 mod random;
 #[cfg(test)]
 mod tests;

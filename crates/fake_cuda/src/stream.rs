@@ -38,6 +38,8 @@ pub(crate) enum Job {
     },
     /// Work of another library, such as a matmul, and the milliseconds that it takes on the driver's clock.
     Run(Box<dyn FnOnce() + Send>, u32),
+    /// Work of another library that waits for other processes. Called until it returns that it is done.
+    Poll(Box<dyn FnMut() -> bool + Send>),
     /// Waits for a recording of an event.
     Wait {
         event: u64,
@@ -53,6 +55,15 @@ struct EventState {
     has_time: bool,
     /// The time at which the last recording was complete.
     completed_at: u32,
+}
+
+/// The outcome of an attempt to run a job.
+enum Progress {
+    Ran,
+    /// The job waits for other processes.
+    Waits,
+    /// No job is ready.
+    Nothing,
 }
 
 /// The state of the driver.
@@ -174,9 +185,10 @@ impl Driver {
         self.events.get(&event).is_none_or(|state| state.num_completed >= recording)
     }
 
-    pub(crate) fn synchronize_event(&mut self, event: u64) -> Result<(), CUresult> {
+    /// As [`try_synchronize_stream`](Driver::try_synchronize_stream), until an event is recorded.
+    pub(crate) fn try_synchronize_event(&mut self, event: u64) -> Result<bool, CUresult> {
         let recording = self.events.get(&event).ok_or(CUDA_ERROR_INVALID_HANDLE)?.num_recorded;
-        self.run_until(|driver| driver.is_recorded(event, recording))
+        self.try_run_until(|driver| driver.is_recorded(event, recording))
     }
 
     /// Returns the milliseconds between two events, which must have been recorded with their times.
@@ -196,26 +208,52 @@ impl Driver {
     }
 
     pub(crate) fn synchronize_stream(&mut self, stream: u64) -> Result<(), CUresult> {
+        while !self.try_synchronize_stream(stream)? {}
+        Ok(())
+    }
+
+    /// Runs jobs until a stream is empty. Returns false if a job waits for other processes, so that other threads may issue what these
+    /// need.
+    pub(crate) fn try_synchronize_stream(&mut self, stream: u64) -> Result<bool, CUresult> {
         if !self.streams.contains_key(&stream) {
             return Err(CUDA_ERROR_INVALID_HANDLE);
         }
-        self.run_until(|driver| driver.streams[&stream].is_empty())
+        self.try_run_until(|driver| driver.streams[&stream].is_empty())
+    }
+
+    /// Returns whether a stream is empty, after some job.
+    pub(crate) fn query_stream(&mut self, stream: u64) -> Result<bool, CUresult> {
+        self.streams.get(&stream).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        self.run_one();
+        self.memory.set_open(false);
+        self.failure.map_or(Ok(self.streams[&stream].is_empty()), Err)
     }
 
     /// Runs jobs until a condition holds.
     fn run_until(&mut self, is_done: impl Fn(&Driver) -> bool) -> Result<(), CUresult> {
-        while self.failure.is_none() && !is_done(self) {
-            if !self.run_one() {
-                eprintln!("fake CUDA: all streams wait for events that nothing completes");
-                self.failure = Some(CUDA_ERROR_LAUNCH_TIMEOUT);
+        while !self.try_run_until(&is_done)? {}
+        Ok(())
+    }
+
+    /// Runs jobs until a condition holds. Returns false if a job waits for other processes.
+    fn try_run_until(&mut self, is_done: impl Fn(&Driver) -> bool) -> Result<bool, CUresult> {
+        let mut waits = false;
+        while self.failure.is_none() && !waits && !is_done(self) {
+            match self.run_one() {
+                Progress::Ran => {}
+                Progress::Waits => waits = true,
+                Progress::Nothing => {
+                    eprintln!("fake CUDA: all streams wait for events that nothing completes");
+                    self.failure = Some(CUDA_ERROR_LAUNCH_TIMEOUT);
+                }
             }
         }
         self.memory.set_open(false);
-        self.failure.map_or(Ok(()), Err)
+        self.failure.map_or(Ok(!waits), Err)
     }
 
-    /// Runs the next job of a random stream. Returns false if no job is ready. Device memory stays accessible.
-    fn run_one(&mut self) -> bool {
+    /// Runs the next job of a random stream. Device memory stays accessible.
+    fn run_one(&mut self) -> Progress {
         let is_ready = |jobs: &VecDeque<Job>| match jobs.front() {
             Some(Job::Wait { event, recording }) => self.is_recorded(*event, *recording),
             other => other.is_some(),
@@ -223,20 +261,32 @@ impl Driver {
         let ready: Vec<u64> =
             self.streams.iter().filter(|(_, jobs)| is_ready(jobs)).map(|(stream, _)| *stream).collect();
         if ready.is_empty() || self.failure.is_some() {
-            return false;
+            return Progress::Nothing;
         }
         // Long runs of one stream expose missing events.
         if self.random.below(16) == 0 || !ready.contains(&self.preferred) {
             self.preferred = ready[self.random.below(ready.len())];
         }
         let job = self.streams.get_mut(&self.preferred).and_then(VecDeque::pop_front);
-        self.run(job.expect("the stream is ready"));
-        true
+        match job.expect("the stream is ready") {
+            Job::Poll(mut poll) => {
+                self.memory.set_open(true);
+                if !poll() {
+                    let jobs = self.streams.get_mut(&self.preferred).expect("it has had a job");
+                    jobs.push_front(Job::Poll(poll));
+                    self.preferred = 0;
+                    return Progress::Waits;
+                }
+            }
+            job => self.run(job),
+        }
+        Progress::Ran
     }
 
     fn run(&mut self, job: Job) {
         match job {
             Job::Wait { .. } => {}
+            Job::Poll(_) => unreachable!("`run_one` runs it"),
             Job::Record { event, recording } => {
                 if let Some(state) = self.events.get_mut(&event) {
                     state.num_completed = state.num_completed.max(recording);

@@ -65,7 +65,9 @@ use counting::Counting;
 use detached::Detached;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use trireme_base::{Category, Cost, DType, Event, Journal, JournalEntry, KernelCall, Traffic};
+use trireme_base::{
+    Category, Cost, DType, DeviceTransport, Event, Journal, JournalEntry, KernelCall, Traffic,
+};
 
 /// Options of [`Device::open`].
 #[derive(Debug, Clone, Copy, Default)]
@@ -415,6 +417,24 @@ impl Device {
     /// If its size cannot be addressed, or there is no memory for it.
     pub fn empty(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor> {
         Tensor::allocate(&self.arena, shape, dtype, category)
+    }
+
+    /// Allocates a tensor with unspecified contents in memory that ranks can [exchange](Tensor::exchange_memory) in place. It stays
+    /// allocated while an exchange uses it.
+    ///
+    /// # Errors
+    /// As [`empty`](Device::empty).
+    pub fn exchange_tensor(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor> {
+        Tensor::allocate_for_exchange(&self.arena, shape, dtype, category)
+    }
+
+    /// Returns the transport between this device and devices of other ranks: NCCL for GPUs. `None` if there is none, as on the CPU.
+    ///
+    /// # Errors
+    /// If NCCL cannot be used.
+    pub fn transport(&self) -> Result<Option<Arc<dyn DeviceTransport>>> {
+        let transport = if self.is_gpu { Arc::clone(&self.backend).transport(&self.arena) } else { None };
+        Ok(transport.transpose()?)
     }
 
     /// Allocates a tensor of zeros.

@@ -7,6 +7,7 @@
 mod cow_tensor;
 mod declaration;
 mod device;
+mod exchange_memory;
 mod fp8;
 mod kernels;
 mod lent_memory;

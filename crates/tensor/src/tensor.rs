@@ -1,11 +1,12 @@
 use crate::device::{DeviceError, Result};
+use crate::exchange_memory::ExchangeMemory;
 use crate::kernels::OperandMut;
 use crate::kernels::cpu::arena::{Arena, Block};
 use crate::lent_memory::LentMemory;
 use crate::shape::Shape;
 use crate::view::{View, ViewMut};
 use std::sync::Arc;
-use trireme_base::{Category, DType};
+use trireme_base::{Category, DType, DeviceMemory};
 
 /// A row-major array in a device's arena or in lent host memory.
 #[derive(Debug)]
@@ -18,6 +19,8 @@ pub struct Tensor {
 #[derive(Debug)]
 enum Memory {
     Block(Block),
+    /// Memory that the ranks of a group may exchange.
+    Exchange(Arc<ExchangeMemory>),
     Lent(LentGuard),
 }
 
@@ -61,6 +64,11 @@ impl Memory {
     }
 }
 
+/// Returns the size of a tensor in bytes.
+fn num_bytes(shape: Shape, dtype: DType, category: Category) -> Result<usize> {
+    shape.num_bytes(dtype).ok_or(DeviceError::Unaddressable { shape, dtype, category })
+}
+
 impl Tensor {
     pub(crate) fn allocate(
         arena: &Arc<Arena>,
@@ -68,9 +76,36 @@ impl Tensor {
         dtype: DType,
         category: Category,
     ) -> Result<Self> {
-        let unaddressable = DeviceError::Unaddressable { shape, dtype, category };
-        let num_bytes = shape.num_bytes(dtype).ok_or(unaddressable)?;
+        let num_bytes = num_bytes(shape, dtype, category)?;
         Ok(Tensor { memory: Memory::allocate(arena, num_bytes, category)?, shape, dtype })
+    }
+
+    pub(crate) fn allocate_for_exchange(
+        arena: &Arc<Arena>,
+        shape: Shape,
+        dtype: DType,
+        category: Category,
+    ) -> Result<Self> {
+        let block = arena.allocate(num_bytes(shape, dtype, category)?, category)?;
+        Ok(Tensor { memory: Memory::Exchange(Arc::new(ExchangeMemory::new(block))), shape, dtype })
+    }
+
+    /// Wraps memory of an [exchange tensor](crate::Device::exchange_tensor) that a group has returned.
+    ///
+    /// # Panics
+    /// If the memory is not that of such a tensor, or if its size does not match shape and dtype.
+    pub fn from_exchange_memory(memory: Arc<dyn DeviceMemory>, shape: Shape, dtype: DType) -> Self {
+        assert_eq!(Some(memory.num_bytes()), shape.num_bytes(dtype), "{shape:?}");
+        Tensor { memory: Memory::Exchange(ExchangeMemory::of(memory)), shape, dtype }
+    }
+
+    /// Returns the memory of an [exchange tensor](crate::Device::exchange_tensor); `None` for other tensors. Kernels must not be issued on
+    /// it from the start of an exchange until they [wait](crate::Device::wait_for) for its end.
+    pub fn exchange_memory(&self) -> Option<Arc<dyn DeviceMemory>> {
+        match &self.memory {
+            Memory::Exchange(memory) => Some(Arc::clone(memory) as _),
+            Memory::Block(_) | Memory::Lent(_) => None,
+        }
     }
 
     /// Wraps host memory, which must be aligned for `dtype`. Only devices that [reach the host's memory](crate::Device::reaches_host) can
@@ -87,7 +122,7 @@ impl Tensor {
     pub fn lent_memory(&self) -> Option<&dyn LentMemory> {
         match &self.memory {
             Memory::Lent(guard) => guard.0.as_deref(),
-            Memory::Block(_) => None,
+            Memory::Block(_) | Memory::Exchange(_) => None,
         }
     }
 
@@ -102,7 +137,7 @@ impl Tensor {
     pub fn into_lent(self) -> Result<Box<dyn LentMemory>, Tensor> {
         match self.memory {
             Memory::Lent(mut guard) => Ok(guard.0.take().expect("it is there until the end")),
-            memory @ Memory::Block(_) => Err(Tensor { memory, ..self }),
+            memory @ (Memory::Block(_) | Memory::Exchange(_)) => Err(Tensor { memory, ..self }),
         }
     }
 
@@ -125,7 +160,7 @@ impl Tensor {
         Tensor { shape, ..self }
     }
 
-    /// Frees the memory, and with it the contents, unless the memory is lent. Shape and dtype stay.
+    /// Frees the memory, and with it the contents, unless the memory is lent or for exchanges. Shape and dtype stay.
     pub fn release(&mut self) {
         if let Memory::Block(block) = &mut self.memory {
             block.release();
@@ -152,6 +187,7 @@ impl Tensor {
     pub fn num_bytes(&self) -> usize {
         match &self.memory {
             Memory::Block(block) => block.len(),
+            Memory::Exchange(memory) => memory.num_bytes(),
             Memory::Lent(memory) => memory.bytes().len(),
         }
     }
@@ -163,6 +199,7 @@ impl Tensor {
     pub fn view(&self) -> View<'_> {
         match &self.memory {
             Memory::Block(block) => View::of_owner(block, block.operand((self.shape, self.dtype))),
+            Memory::Exchange(memory) => View::of_owner(memory, memory.operand((self.shape, self.dtype))),
             Memory::Lent(memory) => View::from_bytes(memory.bytes(), self.dtype, self.shape),
         }
     }
@@ -176,6 +213,10 @@ impl Tensor {
             Memory::Block(block) => {
                 let operand = OperandMut::new(block.operand((self.shape, self.dtype)));
                 ViewMut::of_owner(block, operand)
+            }
+            Memory::Exchange(memory) => {
+                let operand = OperandMut::new(memory.operand((self.shape, self.dtype)));
+                ViewMut::of_owner(memory, operand)
             }
             Memory::Lent(memory) => ViewMut::from_bytes(memory.bytes_mut(), self.dtype, self.shape),
         }

@@ -117,6 +117,8 @@ pub enum TrainError {
         /// Each fact that differs, with its values and their ranks.
         differences: Vec<String>,
     },
+    #[error("[comm] nccl is \"always\", but GPUs cannot exchange data by NCCL: {reason}")]
+    NoNccl { reason: String },
     /// The first checkpoints would fill the disk.
     #[error(
         "there is no room for two checkpoints in {}: they need {} more, and {} are free; free some, or choose another [run] folder",

@@ -24,6 +24,7 @@ mod language;
 pub mod metrics;
 mod model_config;
 mod model_profile;
+mod nccl;
 mod notices;
 mod observer;
 mod optimizer;

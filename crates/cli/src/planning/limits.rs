@@ -5,8 +5,8 @@ use crate::host::{MemoryLimit, Pages};
 use crate::launch::{WorkerEnvironment, is_under_launcher};
 use trireme_base::Bytes;
 use trireme_planner::MemoryBounds;
-use trireme_tensor::CudaError;
-use trireme_train::config::{ActivationCheckpointMode, ByteLimit, Config, DeviceName};
+use trireme_tensor::{CudaError, CudaInstallation};
+use trireme_train::config::{ActivationCheckpointMode, ByteLimit, Config, DeviceName, NcclUse};
 use trireme_train::{LocalGpu, local_gpus};
 
 /// Gaps between blocks, and page tables, take this fraction (1/32) of the counted memory in addition.
@@ -36,23 +36,49 @@ pub(super) fn bounds(config: &Config, workers: Workers<'_>) -> MemoryBounds {
     }
 }
 
-/// Returns the memory that the GPU of a worker has for a step: a part of it if all workers of the host share the only one. Another launcher
-/// may show each worker a GPU of its own, so its workers are assumed not to share. Unlimited if workers have no GPUs, or if this machine is
-/// not the one that trains; 0 if there are fewer GPUs than workers.
+/// Returns whether GPUs of workers will exchange data by NCCL: if the config does not forbid it, NCCL is installed, and each worker has a
+/// GPU of its own. A machine without GPUs is assumed to plan for one that has them, and NCCL.
+pub(super) fn uses_nccl(config: &Config, workers: Workers<'_>) -> bool {
+    if config.training().device != DeviceName::Cuda || workers.world_size == 1 {
+        return false;
+    }
+    match config.comm().nccl {
+        NcclUse::Always => true,
+        NcclUse::Never => false,
+        NcclUse::Auto => {
+            let has_nccl =
+                || CudaInstallation::from_environment().is_ok_and(|cuda| cuda.nccl_library().is_ok());
+            match local_gpus(config, workers.local_world_size) {
+                Ok(gpus) => has_nccl() && (0..gpus.len()).all(|worker| num_sharing(&gpus, worker) == 1),
+                Err(_) => true,
+            }
+        }
+    }
+}
+
+/// Returns the number of workers of this host that share the GPU of a worker. Another launcher may show each worker a GPU of its own, so
+/// its workers are assumed not to share.
+fn num_sharing(gpus: &[LocalGpu], worker: usize) -> usize {
+    let is_of_other_launcher =
+        matches!(WorkerEnvironment::of_this_process(), Ok(Some(_))) && !is_under_launcher();
+    if is_of_other_launcher {
+        return 1;
+    }
+    gpus.iter().filter(|other| other.ordinal == gpus[worker].ordinal).count()
+}
+
+/// Returns the memory that the GPU of a worker has for a step: a part of it if workers of the host [share](num_sharing) it. Unlimited if
+/// workers have no GPUs, or if this machine is not the one that trains; 0 if there are fewer GPUs than workers.
 fn gpu_bytes(config: &Config, workers: Workers<'_>) -> usize {
     let gpus = match local_gpus(config, workers.local_world_size) {
         Ok(gpus) => gpus,
         Err(CudaError::NoSuchGpu { .. }) => return 0,
         Err(_) => Vec::new(),
     };
-    let is_of_other_launcher =
-        matches!(WorkerEnvironment::of_this_process(), Ok(Some(_))) && !is_under_launcher();
-    let counted = |LocalGpu { ordinal, gpu, .. }: &LocalGpu| {
-        let num_workers = gpus.iter().filter(|other| other.ordinal == *ordinal).count();
-        let num_sharing = if is_of_other_launcher { 1 } else { num_workers };
-        gpu.memory_bytes / num_sharing / (GAP_DIVISOR + 1) * GAP_DIVISOR
+    let counted = |worker: usize| {
+        gpus[worker].gpu.memory_bytes / num_sharing(&gpus, worker) / (GAP_DIVISOR + 1) * GAP_DIVISOR
     };
-    gpus.iter().map(counted).min().unwrap_or(usize::MAX)
+    (0..gpus.len()).map(counted).min().unwrap_or(usize::MAX)
 }
 
 /// Returns the counted bytes that each worker of this host may take so that all stay within the limits, and the limit that leaves the

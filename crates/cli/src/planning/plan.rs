@@ -258,7 +258,13 @@ pub(super) fn dry_executor(
     let PlannedRun { config, workload, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
     let model = workload.build(&device, config.model_rank(Rank(workers.rank))).map_err(TrainError::from)?;
-    Ok(new_executor(config, model, profile.clone(), program, workers.dry_group()?, &device)?)
+    let group = workers.dry_group()?;
+    if limits::uses_nccl(config, workers)
+        && let Some(transport) = device.transport().map_err(TrainError::from)?
+    {
+        group.attach_devices(transport);
+    }
+    Ok(new_executor(config, model, profile.clone(), program, group, &device)?)
 }
 
 /// Dry-runs the program of a job's worker, and a validation.

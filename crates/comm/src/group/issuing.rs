@@ -1,9 +1,11 @@
 //! Hands operations and messages from their callers to the threads that execute them.
 
 use super::Group;
+use crate::buffer::Storage;
 use crate::call::{BlockLens, Payload};
 use crate::recorder::Direction;
 use crate::transport::check_control_bytes;
+use crate::transport::device::needs_scratch;
 use crate::{Buffer, BufferElement, CommError, Operation, Work};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -99,6 +101,11 @@ impl Group {
         let is_send = direction == Direction::Send;
         let is_peer = peer != self.rank && peer.0 < self.world_size;
         let num_bytes = len * buffer.dtype().size();
+        if buffer.storage.is_on_device() {
+            let (operation, what) =
+                (Operation::message(buffer.dtype(), len).name(), "messages are in memory of the host");
+            return Work::ready(Err(CommError::InvalidBuffers { operation, what: what.to_owned() }));
+        }
         match (&self.messenger, &self.dry) {
             (None, Some(dry)) if is_peer => {
                 let (peer, bytes) = (dry.members[peer.0], num_bytes);
@@ -155,7 +162,37 @@ impl Group {
         }
     }
 
+    /// Prepares an operation on memory of a device. Fails if devices cannot execute it.
+    fn prepare_devices(&self, operation: Operation, vectors: &[&Storage]) -> Result<(), CommError> {
+        let num_on_device = vectors.iter().filter(|vector| vector.is_on_device()).count();
+        if num_on_device == 0 {
+            return Ok(());
+        }
+        let refuse = |what: &str| {
+            Err(CommError::InvalidBuffers { operation: operation.name(), what: what.to_owned() })
+        };
+        let Some(transport) = self.devices.transport.get() else {
+            return refuse("they are in memory of a device, but no devices are attached to the group");
+        };
+        if num_on_device < vectors.len() {
+            return refuse("one is in memory of a device, and the other is not");
+        }
+        if operation.reduction().is_some() && !transport.reduces(operation.elements().0) {
+            return refuse("devices do not reduce elements of this type");
+        }
+        let (is_in_place, keeps_order) = (vectors.len() == 1, self.options.keeps_order);
+        if needs_scratch(operation.collective(), keeps_order, is_in_place, self.world_size) {
+            self.reserve_scratch()?;
+        }
+        Ok(())
+    }
+
     pub(crate) fn issue<T: BufferElement>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
+        if self.world_size > 1
+            && let Err(error) = self.prepare_devices(operation, &[&buffer.storage])
+        {
+            return Work::ready(Err(error));
+        }
         let Some(executor) = &self.executor else { return self.completed_work(operation, buffer) };
         let ticket = executor.queue.submit(operation, Payload::Vector(buffer.storage));
         Work::queued(ticket, |payload| match payload {
@@ -174,6 +211,11 @@ impl Group {
         lens: Option<BlockLens>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         if let Err(error) = check_types(operation, &input, &output) {
+            return Work::ready(Err(error));
+        }
+        if self.world_size > 1
+            && let Err(error) = self.prepare_devices(operation, &[&input.storage, &output.storage])
+        {
             return Work::ready(Err(error));
         }
         let Some(executor) = &self.executor else {

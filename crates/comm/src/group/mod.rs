@@ -12,6 +12,7 @@ use crate::recorder::{FlightRecorder, GroupRecorder};
 use crate::rendezvous::SplitContext;
 use crate::selection::{Choice, Selection, typical_costs};
 use crate::transport::GroupConnections;
+use crate::transport::device::{GroupDevices, SCRATCH_BYTES};
 use crate::transport::shm::{Arena, PeerArena, area_bytes};
 use crate::{
     Buffer, CommError, CommStatistics, Element, GroupOptions, PageSize, TransportKind, Untyped, probe,
@@ -20,7 +21,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use trireme_base::{DType, Heartbeat, Journal, Rank, spawn_thread};
+use trireme_base::{DType, DeviceTransport, Heartbeat, Journal, Rank, spawn_thread};
 use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts};
 
 /// One rank's handle to a world of communicating ranks.
@@ -44,6 +45,7 @@ pub struct Group {
     selection: Selection,
     /// Communication costs of this world. Unset until they are measured.
     costs: Arc<OnceLock<CostModel>>,
+    devices: GroupDevices,
     recorder: FlightRecorder,
     num_splits: AtomicU64,
     /// `None` in a world of one rank and in a dry group, where an operation is complete when it is issued.
@@ -73,11 +75,12 @@ impl Group {
         connections: GroupConnections,
         split_context: SplitContext,
         costs: Arc<OnceLock<CostModel>>,
+        devices: GroupDevices,
         options: &GroupOptions,
         recorder: GroupRecorder,
     ) -> Result<Self, CommError> {
         let (rank, hosts) = (connections.rank, connections.hosts.clone());
-        let endpoint = connections.assemble(&costs, options, &recorder)?;
+        let endpoint = connections.assemble(&costs, &devices, options, &recorder)?;
         recorder.set_selection(endpoint.selection.clone());
         let engine = Engine::new(endpoint.control, endpoint.transport, options.timeout, recorder.clone());
         let messenger = Messenger::start(rank, endpoint.message_links, options, recorder.clone())?;
@@ -93,6 +96,7 @@ impl Group {
             peer_arenas: endpoint.peer_arenas,
             selection: endpoint.selection,
             costs,
+            devices,
             messenger: Some(messenger),
             executor: Some(Executor { queue, thread: Some(thread), recorder: recorder.clone() }),
             ..Group::single_rank(endpoint.arena, split_context, options, recorder.recorder.clone())
@@ -117,6 +121,7 @@ impl Group {
             options: options.clone(),
             selection: Selection::new(Hosts::single(1), false, Arc::default(), options),
             costs: Arc::default(),
+            devices: GroupDevices::default(),
             recorder,
             num_splits: AtomicU64::new(0),
             executor: None,
@@ -194,6 +199,7 @@ impl Group {
                     connections,
                     self.split_context.clone(),
                     Arc::clone(&self.costs),
+                    self.devices.of_other_group(),
                     options,
                     recorder,
                 )
@@ -354,6 +360,36 @@ impl Group {
             PageSize::Huge => num_bytes.min(2 * (part + 2 * PageSize::HUGE_BYTES)),
         };
         if self.transport == TransportKind::Shm { mapped * (self.world_size - 1) } else { 0 }
+    }
+
+    /// Attaches the devices of the ranks to this world: from now on, it and all groups that are split from it take vectors in their
+    /// [memory](Buffer::on_device), which the devices exchange without the hosts. A local call, which all ranks make before they issue an
+    /// operation on such vectors. A dry group only allocates what the operations need.
+    ///
+    /// # Panics
+    /// If devices are attached already.
+    pub fn attach_devices(&self, transport: Arc<dyn DeviceTransport>) {
+        self.devices.transport.set(transport).expect("devices are attached once");
+    }
+
+    /// Whether the group takes vectors in memory of its [devices](Group::attach_devices).
+    pub fn has_devices(&self) -> bool {
+        self.world_size > 1 && self.devices.transport.get().is_some()
+    }
+
+    /// Allocates the memory for intermediate results on the device, unless that was done before.
+    fn reserve_scratch(&self) -> Result<(), CommError> {
+        if self.devices.scratch.get().is_some() {
+            return Ok(());
+        }
+        let transport = self.devices.transport.get().expect("memory of devices is of attached ones");
+        let scratch = transport.allocate(SCRATCH_BYTES).map_err(|cause| CommError::Allocate {
+            bytes: SCRATCH_BYTES,
+            source: Arc::new(std::io::Error::other(cause)),
+        })?;
+        // Another thread may have allocated it meanwhile.
+        let _ = self.devices.scratch.set(scratch);
+        Ok(())
     }
 
     /// The counters of all operations so far.

@@ -86,6 +86,7 @@ impl Group {
         let dry = self.dry.as_ref().expect("a dry group splits into dry groups");
         let members = members.iter().map(|rank| dry.members[rank.0]).collect();
         let dry = Dry { journal: Arc::clone(&dry.journal), members };
-        self.singleton_with(options).into_dry(Rank(place), hosts, transport, dry)
+        let group = self.singleton_with(options).into_dry(Rank(place), hosts, transport, dry);
+        Group { devices: self.devices.of_other_group(), ..group }
     }
 }

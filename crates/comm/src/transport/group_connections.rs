@@ -1,5 +1,6 @@
 //! Assembles the links, shared memory and control connections of a rank.
 
+use super::device::{DeviceCollectives, GroupDevices};
 use super::link::{Connection, Link, RingLink};
 use super::link_transport::LinkTransport;
 use super::mpi::{MpiAddresses, MpiLink};
@@ -97,6 +98,7 @@ impl GroupConnections {
     pub(crate) fn assemble(
         self,
         measured: &Arc<OnceLock<CostModel>>,
+        devices: &GroupDevices,
         options: &GroupOptions,
         recorder: &GroupRecorder,
     ) -> Result<GroupEndpoint, CommError> {
@@ -129,7 +131,7 @@ impl GroupConnections {
         };
         let collective_links = links(collectives, Purpose::Collectives);
         let message_links = links(messages, Purpose::Messages);
-        let shares_all = hosts.num_hosts() == 1;
+        let (shares_all, world_size) = (hosts.num_hosts() == 1, hosts.world_size());
         let kind = match (&memory, is_inproc) {
             (_, true) => TransportKind::Inproc,
             _ if mpi_addresses.is_some() => TransportKind::Mpi,
@@ -160,6 +162,8 @@ impl GroupConnections {
             selection.clone(),
             options,
         )?;
+        let transport =
+            DeviceCollectives::new((rank, world_size), options.keeps_order, transport, devices.clone());
         let transport = Box::new(transport);
         Ok(GroupEndpoint { kind, control, transport, selection, message_links, arena, peer_arenas })
     }

@@ -5,16 +5,14 @@
 //! algorithms, hierarchies, messages and codecs then work over it, and `GroupConnections::assemble` creates it. Each pair of ranks has its
 //! own kind of link, so one world may have several kinds.
 //!
-//! A transport that executes full operations, like NCCL, is a type that implements [`Transport`]. It receives each operation in the order
-//! that all ranks share, with its [`Payload`]. A vector in the memory of an accelerator needs a new variant of `buffer::Memory`. If the
-//! transport executes operations on the device, vectors need no copies to and from the host. The queue, the flight recorder, deadlines and
-//! control connections do not depend on the transport and need no change. Such a transport does not keep the canonical order of sums, so it
-//! can be used only if [`GroupOptions::keeps_order`](crate::GroupOptions::keeps_order) is off.
+//! A library that communicates between devices, like NCCL, implements [`DeviceTransport`](trireme_base::DeviceTransport) in the crate of
+//! the devices. [`device`] maps all operations on memory of devices to its steps; the queue, the flight recorder, deadlines and control
+//! connections do not depend on it.
 //!
-//! Both need a `TransportChoice` and a `TransportKind`. Data that ranks exchange before the start, such as NCCL's identifier, is
-//! distributed like MPI's addresses (`rendezvous/mpi_exchange.rs`). Tests follow `tests/mpi.rs`, and `docs/collectives.md` has a
-//! table of transports.
+//! A transport between hosts needs a `TransportChoice` and a `TransportKind`. Data that ranks exchange before the start is distributed like
+//! MPI's addresses (`rendezvous/mpi_exchange.rs`). Tests follow `tests/mpi.rs`, and `docs/collectives.md` has a table of transports.
 
+pub(crate) mod device;
 mod group_connections;
 pub(crate) mod link;
 pub(crate) mod link_transport;

@@ -85,6 +85,8 @@ pub(crate) struct GroupAxis {
 /// The exchanges of one dtype.
 struct DtypeExchanges {
     memory: ExchangePool,
+    /// Memory of messages from rank to rank.
+    messages: Pool,
     pending: Mutex<Slab<StartedExchange>>,
     /// Pending exchanges of rows. A [`PendingExchange`] holds the key.
     rows: Mutex<Slab<RowExchange>>,
@@ -134,8 +136,14 @@ impl GroupAxis {
 impl DtypeExchanges {
     fn new(group: &Arc<Group>, device: &Device, dtype: DType) -> Self {
         let pool = Pool::new(group, device, dtype, Category::Communication, true).in_huge_pages();
+        let messages = if pool.is_on_device() {
+            Pool::new(group, device, dtype, Category::Communication, true).with_buffers()
+        } else {
+            pool.clone()
+        };
         DtypeExchanges {
             memory: ExchangePool::new(pool),
+            messages,
             pending: Mutex::default(),
             rows: Mutex::default(),
             row_buffer_len: AtomicUsize::new(0),
@@ -144,6 +152,11 @@ impl DtypeExchanges {
 
     fn pool(&self) -> &Pool {
         self.memory.pool()
+    }
+
+    /// Returns the pool of the vectors of an exchange.
+    fn pool_of(&self, kind: ExchangeKind) -> &Pool {
+        if kind == ExchangeKind::Shift { &self.messages } else { self.pool() }
     }
 
     fn dtype(&self) -> DType {
@@ -166,7 +179,7 @@ impl DtypeExchanges {
             ExchangeKind::ReduceScatter => group.reduce_scatter(own, ReduceOp::Sum),
             ExchangeKind::AllToAll => group.all_to_all(own),
             ExchangeKind::Shift => {
-                let received = Buffer::pending(self.pool().take_buffer(len)?, self.dtype(), len);
+                let received = self.messages.take_receiving(len)?;
                 sent = Some(group.send(own, Rank((rank + 1) % degree)));
                 group.receive(received, Rank((rank + degree - 1) % degree))
             }
@@ -195,7 +208,7 @@ impl DtypeExchanges {
             let sent = waiting.wait_on_device(sent, self.dtype(), len, device)?;
             // The result may overwrite the memory that was sent.
             device.wait_for(&sent.event());
-            self.pool().release_buffer(len, sent);
+            self.messages.release_buffer(len, sent);
         }
         Ok((vector, len, kind))
     }
@@ -237,13 +250,13 @@ impl AxisOps for GroupAxis {
             ExchangeKind::AllGather => (own_len * degree, rank * own_len),
             _ => (own_len, 0),
         };
-        exchanges.issue(kind, exchanges.pool().copy_to_buffer(device, values, start, len)?)
+        exchanges.issue(kind, exchanges.pool_of(kind).copy_to_buffer(device, values, start, len)?)
     }
 
     fn finish(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()> {
         let exchanges = self.exchanges_of(result.dtype());
         let (vector, len, kind) = exchanges.finish_exchange(device, exchange, &mut self.waiting())?;
-        exchanges.pool().copy_from_buffer(
+        exchanges.pool_of(kind).copy_from_buffer(
             device,
             vector,
             len,
@@ -253,8 +266,11 @@ impl AxisOps for GroupAxis {
         Ok(())
     }
 
-    /// Returns memory of the group if kernels can access it, so that the sum needs no copy.
+    /// Returns memory that the group exchanges in place if kernels can access it, so that the sum needs no copy.
     fn empty_partial_sum(&self, device: &Device, shape: Shape, dtype: DType) -> Result<Tensor> {
+        if self.exchanges_of(dtype).pool().is_on_device() {
+            return device.exchange_tensor(shape, dtype, Category::Activations);
+        }
         if !device.reaches_host() {
             return device.empty(shape, dtype, Category::Activations);
         }
@@ -264,6 +280,11 @@ impl AxisOps for GroupAxis {
 
     fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
         let exchanges = self.exchanges_of(term.dtype());
+        if let Some(memory) = term.exchange_memory() {
+            let len = term.shape().num_elements();
+            return exchanges
+                .issue(kind, Buffer::on_device(memory, term.dtype(), len, device.record_event()));
+        }
         // Only memory of this pool is exchanged in place. Other lent memory, such as files for activations that exceed the budget, is
         // copied.
         if !term.lent_memory().is_some_and(|memory| exchanges.memory.has_lent(memory)) {
@@ -280,14 +301,23 @@ impl AxisOps for GroupAxis {
         shape: Shape,
         dtype: DType,
     ) -> Result<Tensor> {
+        let exchanges = self.exchanges_of(dtype);
+        let (vector, len, kind) = exchanges.finish_exchange(device, exchange, &mut self.waiting())?;
+        let start = exchanges.result_start(kind, shape);
+        let is_in_place = exchanges.pool_of(kind).is_on_device() && len == shape.num_elements();
+        if is_in_place {
+            device.wait_for(&vector.event());
+            // A failed operation returns other memory.
+            if let Some(memory) = vector.wait().device_memory() {
+                return Ok(Tensor::from_exchange_memory(memory, shape, dtype));
+            }
+            return device.empty(shape, dtype, Category::Activations);
+        }
         if !device.reaches_host() {
             let mut result = device.empty(shape, dtype, Category::Activations)?;
-            self.finish(device, exchange, result.view_mut())?;
+            exchanges.pool_of(kind).copy_from_buffer(device, vector, len, start, result.view_mut());
             return Ok(result);
         }
-        let exchanges = self.exchanges_of(dtype);
-        let (vector, _, kind) = exchanges.finish_exchange(device, exchange, &mut self.waiting())?;
-        let start = exchanges.result_start(kind, shape);
         Ok(exchanges.memory.lend(vector.wait(), start..start + shape.num_elements(), shape))
     }
 }

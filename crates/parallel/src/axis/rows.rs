@@ -67,7 +67,7 @@ impl DtypeExchanges {
         runs: ExchangedRuns,
         values: View<'_>,
     ) -> Result<PendingExchange> {
-        let (group, degree) = (self.pool().group(), self.axis_rank().degree);
+        let (group, degree) = (self.messages.group(), self.axis_rank().degree);
         let hosts = group.hosts();
         let has_many = hosts.ranks_per_host().is_some_and(|num_ranks| num_ranks >= HIERARCHICAL_RANKS_MIN);
         let is_short = runs.even_len * self.dtype().size() < HIERARCHICAL_BYTES_MAX;
@@ -83,7 +83,7 @@ impl DtypeExchanges {
         };
         let mut free = Vec::with_capacity(num_buffers);
         for _ in 0..num_buffers {
-            free.push(self.pool().take_buffer(buffer_len)?);
+            free.push(self.messages.take_buffer(buffer_len)?);
         }
         let num_rounds = runs.lens.iter().max().map_or(0, |len| len.div_ceil(piece_len(self.dtype())));
         let mut started = RowExchange {
@@ -135,7 +135,7 @@ impl DtypeExchanges {
         assert_eq!(started.next_round, end, "all was sent");
         self.finish_rounds_before(device, &mut started, end, result, waiting)?;
         let RowExchange { free, buffer_len, .. } = started;
-        free.into_iter().for_each(|buffer| self.pool().release_buffer(buffer_len, buffer));
+        free.into_iter().for_each(|buffer| self.messages.release_buffer(buffer_len, buffer));
         Ok(())
     }
 
@@ -173,7 +173,7 @@ impl DtypeExchanges {
     fn start_messages(&self, device: &Device, started: &mut RowExchange, values: View<'_>) {
         let AxisRank { rank, degree } = self.axis_rank();
         let (round, len) = (started.next_round, started.buffer_len);
-        let group = self.pool().group();
+        let group = self.messages.group();
         for distance in 1..degree {
             let (to, from) = ((rank + distance) % degree, (rank + degree - distance) % degree);
             let part =
@@ -208,7 +208,7 @@ impl DtypeExchanges {
         }
         let [input, output] = [input, started.take_buffer()]
             .map(|buffer| Buffer::pending(buffer, self.dtype(), started.buffer_len));
-        let work = self.pool().group().all_to_all_variable_by_hosts(input, output, lens);
+        let work = self.messages.group().all_to_all_variable_by_hosts(input, output, lens);
         started.in_flight.push_back((round, Transfer::Hierarchical(work)));
     }
 

@@ -31,7 +31,8 @@ impl PendingMessages {
     pub(super) fn new(ranks: &RankGrid, num_microbatches: usize, device: &Device) -> Self {
         let none = || (0..num_microbatches).map(|_| None).collect();
         PendingMessages {
-            pool: Pool::new(ranks.pipeline(), device, DType::F32, Category::Communication, false),
+            pool: Pool::new(ranks.pipeline(), device, DType::F32, Category::Communication, false)
+                .with_buffers(),
             sent: VecDeque::with_capacity(SENDS_MAX + 1),
             incoming: [none(), none(), none()],
         }

@@ -30,8 +30,11 @@ impl ShardExchange {
             |group: &Arc<Group>, dtype| Pool::new(group, counted, dtype, Category::Communication, true);
         let exchange = |state: &StateRanks| {
             let groups = [state.update_group(header), ranks.tensor()];
-            let sums = groups.map(|group| pool(group, DType::F64));
+            // Devices do not reduce f64, and matrices are put together on the host.
+            let sums = groups.map(|group| pool(group, DType::F64).with_buffers());
             let [gathers, parts] = groups.map(|group| pool(group, DType::F32));
+            let gathers = if device.is_same(counted) { gathers } else { gathers.with_buffers() };
+            let parts = parts.with_buffers();
             ShardExchange { device: device.clone(), sums, shard_gathers: gathers, tensor_gathers: parts }
         };
         let DenseAndExpert { dense, experts } = &ranks.state;

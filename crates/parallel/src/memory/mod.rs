@@ -1,7 +1,8 @@
 //! Memory of groups and devices for exchanges between ranks, and its accounting.
 //!
 //! Groups exchange host memory. If kernels reach the host's memory, the vectors that ranks exchange are in memory of the group, and nothing
-//! is copied ([`ExchangeVector`], [`ExchangePool`]). On other devices, they are on the device and pass through memory of the group.
+//! is copied ([`ExchangeVector`], [`ExchangePool`]). On other devices, they are on the device: groups whose devices communicate exchange
+//! them there, and others through memory of the group.
 //!
 //! Exchanges within units avoid copies only for partial sums and temporary results, which are in memory of the group if kernels reach it.
 //! Parts to gather, results that are kept, the exchanges of the context axis and the rows of the expert axis are copied.

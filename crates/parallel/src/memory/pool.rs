@@ -13,8 +13,19 @@ pub(crate) struct Pool {
     /// Whether peers access the buffers directly, so that memory of peers is mapped and counted.
     peers_map_buffers: bool,
     page_size: PageSize,
-    has_buffers: bool,
+    memory: PoolMemory,
     shared: Arc<Shared>,
+}
+
+/// Where the vectors of a pool are exchanged.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum PoolMemory {
+    /// Nowhere.
+    None,
+    /// In memory of the group.
+    Group,
+    /// In memory of the device.
+    Device,
 }
 
 /// The state that clones of a pool share. Memory of the pool stays counted until the last clone is dropped.
@@ -40,8 +51,12 @@ impl Pool {
         is_exchanged: bool,
     ) -> Self {
         let shared = Shared { free: Mutex::default(), counted: CountedMemory::new(device) };
-        // A group of one rank exchanges nothing, so its vectors need no group memory.
-        let has_buffers = group.world_size() > 1;
+        let memory = match group.world_size() {
+            // A group of one rank exchanges nothing, so its vectors need no group memory.
+            1 => PoolMemory::None,
+            _ if group.has_devices() && !device.reaches_host() => PoolMemory::Device,
+            _ => PoolMemory::Group,
+        };
         let (group, page_size) = (Arc::clone(group), PageSize::Base);
         Pool {
             group,
@@ -49,7 +64,7 @@ impl Pool {
             category,
             peers_map_buffers: is_exchanged,
             page_size,
-            has_buffers,
+            memory,
             shared: Arc::new(shared),
         }
     }
@@ -59,9 +74,10 @@ impl Pool {
         Pool { page_size: PageSize::Huge, ..self }
     }
 
-    /// Allocates group memory even if the group has one rank, for vectors that the host or another group accesses.
+    /// Exchanges vectors in memory of the group even if the group has one rank or devices, for vectors that the host or another group
+    /// accesses, and for messages.
     pub(crate) fn with_buffers(self) -> Self {
-        Pool { has_buffers: true, ..self }
+        Pool { memory: PoolMemory::Group, ..self }
     }
 
     pub(crate) fn is_clone_of(&self, other: &Pool) -> bool {
@@ -88,14 +104,19 @@ impl Pool {
 
     /// Allocates device memory for `len` elements. Returns `None` if kernels work in the group's memory instead.
     fn take_device_tensor(&self, len: usize) -> Result<Option<Tensor>> {
-        let device = self.device();
-        let take = || device.empty([len].into(), self.dtype, self.category);
-        Ok((!device.reaches_host() || !self.has_buffers).then(take).transpose()?)
+        let (device, shape) = (self.device(), [len].into());
+        match self.memory {
+            PoolMemory::Group if device.reaches_host() => Ok(None),
+            PoolMemory::Group | PoolMemory::None => {
+                Ok(Some(device.empty(shape, self.dtype, self.category)?))
+            }
+            PoolMemory::Device => Ok(Some(device.exchange_tensor(shape, self.dtype, self.category)?)),
+        }
     }
 
     /// Returns the number of elements of group memory for a vector of `len` elements.
     fn buffer_len(&self, len: usize) -> usize {
-        if self.has_buffers { len } else { 0 }
+        if self.memory == PoolMemory::Group { len } else { 0 }
     }
 
     /// Returns group memory for `len` elements, with unspecified contents. Allocates no device memory.
@@ -125,6 +146,19 @@ impl Pool {
         Ok(ExchangeVector::end_exchange(buffer, part, self.device()))
     }
 
+    /// Returns a buffer of `len` elements, with unspecified contents, for the group to fill.
+    pub(crate) fn take_receiving(&self, len: usize) -> Result<Buffer<Untyped>> {
+        Ok(match self.memory {
+            PoolMemory::Device => self.take(len)?.begin_exchange(self.device(), 0..0, 0..0).0,
+            PoolMemory::None | PoolMemory::Group => Buffer::pending(self.take_buffer(len)?, self.dtype, len),
+        })
+    }
+
+    /// Whether vectors are exchanged in memory of the device.
+    pub(crate) fn is_on_device(&self) -> bool {
+        self.memory == PoolMemory::Device
+    }
+
     /// Returns a buffer of `len` elements for the group to exchange. `values` are copied into it from element `at` on, after the kernels
     /// that have been issued.
     pub(crate) fn copy_to_buffer(
@@ -134,6 +168,11 @@ impl Pool {
         at: usize,
         len: usize,
     ) -> Result<Buffer<Untyped>> {
+        if self.memory == PoolMemory::Device {
+            let mut vector = self.take(len)?;
+            device.copy(values, vector.view_mut().into_part(at, values.shape()));
+            return Ok(vector.begin_exchange(device, 0..0, 0..0).0);
+        }
         let mut buffer = self.take_buffer(len)?;
         device.download_async(values, &mut buffer, at * self.dtype.size());
         Ok(Buffer::pending(buffer, self.dtype, len))
@@ -150,6 +189,15 @@ impl Pool {
         at: usize,
         result: ViewMut<'_>,
     ) {
+        if self.memory == PoolMemory::Device {
+            device.wait_for(&buffer.event());
+            // A failed operation returns other memory.
+            if let Some(memory) = buffer.wait().device_memory() {
+                let vector = Tensor::from_exchange_memory(memory, [len].into(), self.dtype);
+                device.copy(vector.view().part(at, result.shape()), result);
+            }
+            return;
+        }
         device.upload_async(&mut buffer, at * self.dtype.size(), result);
         device.wait_for(&buffer.event());
         self.release_buffer(len, buffer);
@@ -167,6 +215,10 @@ impl Pool {
     }
 
     pub(crate) fn release_buffer(&self, len: usize, buffer: Pending<Buffer<Untyped>>) {
+        if self.memory == PoolMemory::Device {
+            // The device's arena reuses its memory.
+            return;
+        }
         self.shared.free.lock().unwrap_or_else(PoisonError::into_inner).push((len, buffer));
     }
 

@@ -10,9 +10,10 @@ use trireme_tensor::{Category, Device, DeviceError, Tensor, View, ViewMut};
 /// A vector that kernels access and ranks exchange.
 ///
 /// If kernels can access host memory and the group has other ranks, the vector is stored in memory of the group, and nothing is copied.
-/// Otherwise it is stored on the device. Exchanges then pass through memory of the group; the copies to and from it overlap with kernels.
+/// Otherwise it is stored on the device. If the devices of the group communicate, exchanges are in place. If not, they pass through memory
+/// of the group; the copies to and from it overlap with kernels.
 pub(crate) struct ExchangeVector {
-    /// The group's memory. Empty if the vector is on the device and is never exchanged.
+    /// The group's memory. Empty if the vector is on the device and is exchanged in place or never.
     pub(super) buffer: Pending<Buffer<Untyped>>,
     /// The device's memory; `None` if kernels work in the group's memory.
     pub(super) device_tensor: Option<Tensor>,
@@ -97,6 +98,11 @@ impl ExchangeVector {
         let Some(own) = device_tensor else {
             return (buffer.wait(), DevicePart { device_tensor: None, arriving });
         };
+        if let Some(memory) = own.exchange_memory() {
+            let (dtype, len) = (own.dtype(), own.shape().num_elements());
+            let exchanged = Buffer::on_device(memory, dtype, len, device.record_event());
+            return (exchanged, DevicePart { device_tensor: Some(own), arriving: 0..0 });
+        }
         let has_buffer = buffer.get().is_none_or(|buffer| !buffer.is_empty());
         let (len, arriving) = if has_buffer { (own.shape().num_elements(), arriving) } else { (0, 0..0) };
         if has_buffer && !leaving.is_empty() {
@@ -114,6 +120,11 @@ impl ExchangeVector {
         device: &Device,
     ) -> Self {
         let DevicePart { mut device_tensor, arriving } = part;
+        if device_tensor.as_ref().is_some_and(|own| own.exchange_memory().is_some()) {
+            device.wait_for(&buffer.event());
+            let none = Buffer::private_of(DType::U8, 0).expect("an empty vector needs no memory");
+            return ExchangeVector { buffer: Pending::new(none), device_tensor };
+        }
         if let Some(own) = device_tensor.as_mut().filter(|_| !arriving.is_empty()) {
             let first = arriving.start * own.dtype().size();
             let part = own.view_mut().into_part(arriving.start, [arriving.len()].into());

@@ -16,7 +16,6 @@ use crate::memory::{Pool, WaitTracker};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use trireme_base::{DType, Rank, ReduceOp};
-use trireme_comm::Buffer;
 use trireme_model::ModelProfile;
 use trireme_tensor::{Category, Device, ParameterInfo, ParameterTable, ViewMut};
 
@@ -134,7 +133,7 @@ impl ReplicatedParameters {
             let buffer = if is_first {
                 pool.copy_to_buffer(device, own.reborrow().as_view(), 0, len)?
             } else {
-                Buffer::pending(pool.take_buffer(len)?, pool.dtype(), len)
+                pool.take_receiving(len)?
             };
             let buffer =
                 waiting.wait_on_device(group.broadcast(buffer, Rank::ROOT), pool.dtype(), len, device)?;

@@ -1,10 +1,44 @@
 //! The backend of counting devices, which run nothing.
 
+use crate::exchange_memory::ExchangeMemory;
 use crate::kernels::backend::{Backend, HostCopy};
 use crate::kernels::call::Call;
+use crate::kernels::cpu::arena::Arena;
+use crate::kernels::cuda::CudaError;
 use crate::kernels::{Operand, OperandMut};
 use std::panic::Location;
-use trireme_base::Event;
+use std::sync::Arc;
+use trireme_base::{
+    Category, DType, DeviceCommunicator, DeviceMemory, DeviceTransport, DeviceTransportError, Event, Rank,
+};
+
+/// The transport of a device that only counts: allocates memory, but communicates nothing.
+#[derive(Debug)]
+struct CountingTransport(Arc<Arena>);
+
+impl DeviceTransport for CountingTransport {
+    fn create_id(&self) -> Result<Vec<u8>, DeviceTransportError> {
+        unreachable!("dry groups do not communicate")
+    }
+
+    fn join(
+        &self,
+        _id: &[u8],
+        _rank: Rank,
+        _world_size: usize,
+    ) -> Result<Box<dyn DeviceCommunicator>, DeviceTransportError> {
+        unreachable!("dry groups do not communicate")
+    }
+
+    fn allocate(&self, num_bytes: usize) -> Result<Arc<dyn DeviceMemory>, String> {
+        let block = self.0.allocate(num_bytes, Category::Communication);
+        Ok(Arc::new(ExchangeMemory::new(block.map_err(|error| error.to_string())?)))
+    }
+
+    fn reduces(&self, _dtype: DType) -> bool {
+        true
+    }
+}
 
 /// The backend of a device that only counts costs and memory.
 #[derive(Debug)]
@@ -31,6 +65,10 @@ impl Backend for Counting {
 
     fn record(&self) -> Event {
         Event::DONE
+    }
+
+    fn transport(self: Arc<Self>, arena: &Arc<Arena>) -> Option<Result<Arc<dyn DeviceTransport>, CudaError>> {
+        Some(Ok(Arc::new(CountingTransport(Arc::clone(arena)))))
     }
 
     fn wait_for(&self, event: &Event, _caller: &'static Location<'static>) {

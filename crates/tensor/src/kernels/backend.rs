@@ -21,13 +21,15 @@
 
 use super::call::Call;
 use super::cpu::Cpu;
+use super::cpu::arena::Arena;
+use super::cuda::CudaError;
 use super::host_pinning::HostPinning;
 use super::{Operand, OperandMut};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, PoisonError};
-use trireme_base::{Event, HostMemory, Pending};
+use trireme_base::{DeviceTransport, Event, HostMemory, Pending};
 
 /// A queue of jobs of a device. Jobs run in order; jobs of different streams run in any order that events allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -86,6 +88,14 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
 
     /// Returns the pinning of host memory that copies use, if the hardware copies pinned memory faster.
     fn host_pinning(&self) -> Option<Box<dyn HostPinning>> {
+        None
+    }
+
+    /// Returns the transport between this device and devices of other ranks, for memory of `arena`. `None` if the hardware has none.
+    fn transport(
+        self: Arc<Self>,
+        _arena: &Arc<Arena>,
+    ) -> Option<Result<Arc<dyn DeviceTransport>, CudaError>> {
         None
     }
 

@@ -79,6 +79,18 @@ pub(super) fn refuse_word(found: Option<&str>, words: &[&str]) -> String {
 }
 
 config_choice! {
+    /// Whether GPUs of workers exchange data by NCCL.
+    NcclUse {
+        /// If they can: NCCL is installed, and each worker has a GPU of its own.
+        Auto = "auto",
+        /// Yes. A run whose GPUs cannot is refused.
+        Always = "always",
+        /// No.
+        Never = "never",
+    }
+}
+
+config_choice! {
     /// The format of log lines.
     LogFormat {
         /// Plain text for people.

@@ -31,8 +31,8 @@ mod value;
 mod tests;
 
 pub use choice::{
-    ActivationCheckpointMode, Architecture, Bind, Change, DeviceName, Fp8, HugePages, LogFormat, Packing,
-    QuantizedGradients, Resume, Tier, Tokenizer,
+    ActivationCheckpointMode, Architecture, Bind, Change, DeviceName, Fp8, HugePages, LogFormat, NcclUse,
+    Packing, QuantizedGradients, Resume, Tier, Tokenizer,
 };
 pub use layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 pub use mistake::{ConfigError, KeyPosition, Mistake};

@@ -1,7 +1,9 @@
 //! Every key of the config with its name, type, default, limits and documentation, each defined once. The reader, the validator,
 //! `trireme config --explain` and the written config are derived from these lists.
 
-use super::choice::{Architecture, Bind, Change, DeviceName, Fp8, LogFormat, Packing, Resume, Tokenizer};
+use super::choice::{
+    Architecture, Bind, Change, DeviceName, Fp8, LogFormat, NcclUse, Packing, Resume, Tokenizer,
+};
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 use super::section::{Attribute, Key, Section, config_section, config_sections};
 use super::value::{Interval, above, above_up_to};
@@ -363,6 +365,11 @@ config_section! {
         /// `shm` (shared memory, one host), `tcp`, `mpi` (only in a build with MPI support, started by mpirun or
         /// srun), or `auto`: `shm` within hosts and `tcp` between them.
         transport: TransportChoice = TransportChoice::Auto;
+        /// Whether GPUs exchange data by NCCL, directly between their memories: `auto`, if NCCL is installed on all hosts
+        /// and each worker has a GPU of its own; `always`, so that a run that could not is refused; or `never`. Without
+        /// NCCL, data passes through the memory of the hosts. With `determinism = "layout"`, sums keep their order also
+        /// with NCCL. Messages from worker to worker, as in pipelines, always pass through the hosts.
+        nccl: NcclUse = NcclUse::Auto;
         /// Algorithm for collective operations wherever it applies, such as `ring`, `halving_doubling`, `direct` or
         /// `hierarchical:all:direct:ring` (docs/collectives.md). Without it, the fastest algorithm is chosen by the
         /// costs of the links, which are measured at startup; `trireme doctor` shows the choices.

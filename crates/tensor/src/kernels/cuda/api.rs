@@ -6,6 +6,7 @@
 use super::error::CudaError;
 use cudarc::cublaslt::sys as blas;
 use cudarc::driver::sys as cuda;
+use cudarc::nccl::sys as nccl;
 use cudarc::nvrtc::sys as rtc;
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
@@ -51,6 +52,7 @@ functions! {
         cuDeviceGet(*mut cuda::CUdevice, c_int);
         cuDeviceGetName(*mut c_char, c_int, cuda::CUdevice);
         cuDeviceTotalMem_v2(*mut usize, cuda::CUdevice);
+        cuDeviceGetUuid_v2(*mut cuda::CUuuid, cuda::CUdevice);
         cuDeviceGetAttribute(*mut c_int, cuda::CUdevice_attribute, cuda::CUdevice);
         cuDevicePrimaryCtxRetain(*mut cuda::CUcontext, cuda::CUdevice);
         cuDevicePrimaryCtxRelease_v2(cuda::CUdevice);
@@ -66,6 +68,7 @@ functions! {
         cuStreamCreate(*mut cuda::CUstream, c_uint);
         cuStreamDestroy_v2(cuda::CUstream);
         cuStreamSynchronize(cuda::CUstream);
+        cuStreamQuery(cuda::CUstream);
         cuStreamWaitEvent(cuda::CUstream, cuda::CUevent, c_uint);
         cuEventCreate(*mut cuda::CUevent, c_uint);
         cuEventDestroy_v2(cuda::CUevent);
@@ -133,6 +136,27 @@ functions! {
     }
 }
 
+functions! {
+    /// The library for collectives.
+    NcclApi(nccl) -> nccl::ncclResult_t {
+        ncclGetVersion(*mut c_int);
+        ncclGetUniqueId(*mut nccl::ncclUniqueId);
+        ncclCommInitRankConfig(*mut nccl::ncclComm_t, c_int, nccl::ncclUniqueId, c_int, *mut nccl::ncclConfig_t);
+        ncclCommGetAsyncError(nccl::ncclComm_t, *mut nccl::ncclResult_t);
+        ncclCommFinalize(nccl::ncclComm_t);
+        ncclCommDestroy(nccl::ncclComm_t);
+        ncclCommAbort(nccl::ncclComm_t);
+        ncclGroupStart();
+        ncclGroupEnd();
+        ncclSend(*const c_void, usize, nccl::ncclDataType_t, c_int, nccl::ncclComm_t, nccl::cudaStream_t);
+        ncclRecv(*mut c_void, usize, nccl::ncclDataType_t, c_int, nccl::ncclComm_t, nccl::cudaStream_t);
+        ncclBroadcast(*const c_void, *mut c_void, usize, nccl::ncclDataType_t, c_int, nccl::ncclComm_t, nccl::cudaStream_t);
+        ncclAllGather(*const c_void, *mut c_void, usize, nccl::ncclDataType_t, nccl::ncclComm_t, nccl::cudaStream_t);
+        ncclAllReduce(*const c_void, *mut c_void, usize, nccl::ncclDataType_t, nccl::ncclRedOp_t, nccl::ncclComm_t, nccl::cudaStream_t);
+        ncclReduceScatter(*const c_void, *mut c_void, usize, nccl::ncclDataType_t, nccl::ncclRedOp_t, nccl::ncclComm_t, nccl::cudaStream_t);
+    }
+}
+
 impl DriverApi {
     /// Turns the result of a call into an error that names the function.
     pub(super) fn check(&self, function: &'static str, status: Status) -> Result<(), CudaError> {
@@ -161,6 +185,29 @@ impl NvrtcApi {
     /// As [`DriverApi::check`].
     pub(super) fn check(&self, function: &'static str, status: Status) -> Result<(), CudaError> {
         check_number(function, status)
+    }
+}
+
+impl NcclApi {
+    /// As [`DriverApi::check`].
+    pub(super) fn check(&self, function: &'static str, status: Status) -> Result<(), CudaError> {
+        if status == 0 { Ok(()) } else { Err(self.error(function, status)) }
+    }
+
+    /// Returns the error of a result other than 0, with the library's text.
+    pub(super) fn error(&self, function: &'static str, status: Status) -> CudaError {
+        type GetErrorString = unsafe extern "C" fn(Status) -> *const c_char;
+        // SAFETY: the function has this signature, but for a number in place of an enumeration. It returns a constant text for any number.
+        let text = unsafe {
+            let get_error_string = self.shared_object.get::<GetErrorString>(b"ncclGetErrorString\0");
+            get_error_string
+                .ok()
+                .map(|function| function(status))
+                .filter(|text| !text.is_null())
+                .map(|text| CStr::from_ptr(text).to_string_lossy().into_owned())
+        };
+        let reason = text.map_or_else(|| format!("error {status}"), |text| format!("error {status}, {text}"));
+        CudaError::Nccl { function, reason }
     }
 }
 

@@ -23,6 +23,7 @@ const SOURCES: &[(&str, &str)] = &[
     ("attention.cu", include_str!("sources/attention.cu")),
     ("blocks.cu", include_str!("sources/blocks.cu")),
     ("elementwise.cu", include_str!("sources/elementwise.cu")),
+    ("exchange.cu", include_str!("sources/exchange.cu")),
     ("experts.cu", include_str!("sources/experts.cu")),
     ("grouped.cu", include_str!("sources/grouped.cu")),
     ("layers.cu", include_str!("sources/layers.cu")),

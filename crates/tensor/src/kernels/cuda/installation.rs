@@ -1,6 +1,6 @@
 //! Finds and loads CUDA's libraries.
 
-use super::api::{BlasApi, DriverApi, NvrtcApi, call};
+use super::api::{BlasApi, DriverApi, NcclApi, NvrtcApi, call};
 use super::error::CudaError;
 use cudarc::driver::sys as cuda;
 use libloading::Library;
@@ -105,7 +105,8 @@ const CUBLAS: LibraryKind = LibraryKind {
 const NCCL: LibraryKind = LibraryKind {
     name: "the library for collectives between GPUs (libnccl)",
     file_names: &["libnccl.so.2"],
-    advice: "Trireme does not use it yet",
+    advice: "install it with `pip install nvidia-nccl-cu12`, or set TRIREME_CUDA_LIBRARIES to the folder that contains it; without it, GPUs exchange \
+             data through the memory of their hosts",
 };
 
 /// A library that was found.
@@ -122,6 +123,8 @@ pub struct CudaInstallation {
     pub(super) driver: DriverApi,
     pub(super) nvrtc: NvrtcApi,
     pub(super) blas: BlasApi,
+    /// NCCL, which devices need only to communicate, or why it cannot be used.
+    nccl: Result<(NcclApi, FoundLibrary), String>,
     pub(super) cache: PathBuf,
     found: [FoundLibrary; 3],
 }
@@ -171,7 +174,8 @@ impl CudaInstallation {
             }
         };
         let found = [found_driver, found_nvrtc, found_blas];
-        Ok(CudaInstallation { driver, nvrtc, blas, cache: folders.cache.clone(), found })
+        let nccl = open_nccl(folders).map_err(|error| error.to_string());
+        Ok(CudaInstallation { driver, nvrtc, blas, nccl, cache: folders.cache.clone(), found })
     }
 
     /// Looks for each library, and for GPUs. Unlike [`load`](CudaInstallation::load), continues after an error.
@@ -190,7 +194,7 @@ impl CudaInstallation {
             (DRIVER.name, driver.map(found)),
             (NVRTC.name, open_nvrtc(folders).map(found)),
             (CUBLAS.name, open_blas(folders).map(found)),
-            (NCCL.name, find_nccl(folders)),
+            (NCCL.name, open_nccl(folders).map(found)),
         ];
         CudaReport { libraries, gpus }
     }
@@ -225,6 +229,18 @@ impl CudaInstallation {
         &self.found
     }
 
+    /// Returns NCCL's path and version.
+    ///
+    /// # Errors
+    /// Why it cannot be used.
+    pub fn nccl_library(&self) -> Result<&FoundLibrary, &str> {
+        self.nccl.as_ref().map(|(_, found)| found).map_err(String::as_str)
+    }
+
+    pub(super) fn nccl(&self) -> Result<&NcclApi, CudaError> {
+        self.nccl.as_ref().map(|(api, _)| api).map_err(|reason| CudaError::NcclUnavailable(reason.clone()))
+    }
+
     /// Returns the version of NVRTC.
     pub(super) fn nvrtc_version(&self) -> (i32, i32) {
         self.found[1].version
@@ -251,6 +267,8 @@ pub struct Gpu {
     pub num_multiprocessors: i32,
     /// Memory in bytes.
     pub memory_bytes: usize,
+    /// The identifier of the GPU, or of a part of it (MIG).
+    pub uuid: [u8; 16],
 }
 
 impl Gpu {
@@ -280,11 +298,13 @@ impl Gpu {
     fn read(driver: &DriverApi, ordinal: c_int) -> Result<Gpu, CudaError> {
         use cuda::CUdevice_attribute as attributes;
         let (mut device, mut name, mut memory_bytes) = (0, [0; 256], 0);
+        let mut uuid = cuda::CUuuid { bytes: [0; 16] };
         // SAFETY: each function writes one number, or at most the number of bytes that is passed.
         let (capability, num_multiprocessors) = unsafe {
             call!(driver, cuDeviceGet(&mut device, ordinal))?;
             call!(driver, cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device))?;
             call!(driver, cuDeviceTotalMem_v2(&mut memory_bytes, device))?;
+            call!(driver, cuDeviceGetUuid_v2(&mut uuid, device))?;
             let attribute = |attribute| {
                 let mut value = 0;
                 call!(driver, cuDeviceGetAttribute(&mut value, attribute, device))?;
@@ -296,7 +316,8 @@ impl Gpu {
         };
         let name = name.iter().take_while(|&&byte| byte != 0).map(|&byte| byte as u8);
         let name = String::from_utf8_lossy(&name.collect::<Vec<_>>()).into_owned();
-        Ok(Gpu { name, capability, num_multiprocessors, memory_bytes })
+        let uuid = uuid.bytes.map(|byte| byte as u8);
+        Ok(Gpu { name, capability, num_multiprocessors, memory_bytes, uuid })
     }
 }
 
@@ -333,20 +354,13 @@ fn open_blas(folders: &CudaFolders) -> Result<(BlasApi, FoundLibrary), CudaError
     Ok((blas, FoundLibrary { path, version: (version / 10_000, version % 10_000 / 100) }))
 }
 
-fn find_nccl(folders: &CudaFolders) -> Result<FoundLibrary, CudaError> {
+fn open_nccl(folders: &CudaFolders) -> Result<(NcclApi, FoundLibrary), CudaError> {
     let (path, nccl) = find(&NCCL, folders)?;
+    let nccl = NcclApi::load(nccl).map_err(|source| unusable(&NCCL, &path, source))?;
     let mut version = 0;
-    // SAFETY: the function has this signature. It writes one number.
-    unsafe {
-        let function = nccl.get::<unsafe extern "C" fn(&mut c_int) -> c_int>(b"ncclGetVersion\0");
-        let status = function.map_err(|source| unusable(&NCCL, &path, source))?(&mut version) as u32;
-        if status != 0 {
-            return Err(CudaError::Call { function: "ncclGetVersion", name: format!("error {status}") });
-        }
-    }
-    // The library's own threads may run.
-    std::mem::forget(nccl);
-    Ok(FoundLibrary { path, version: (version / 10_000, version % 10_000 / 100) })
+    // SAFETY: writes one number.
+    unsafe { call!(nccl, ncclGetVersion(&mut version))? };
+    Ok((nccl, FoundLibrary { path, version: (version / 10_000, version % 10_000 / 100) }))
 }
 
 fn unusable(kind: &LibraryKind, path: &Path, source: libloading::Error) -> CudaError {

@@ -6,6 +6,7 @@ use super::error::CudaError;
 use crate::kernels::backend::Stream;
 use crate::kernels::{Activation, Operand, OperandMut};
 use crate::shape::Shape;
+use cudarc::driver::sys::CUstream;
 use smallvec::SmallVec;
 use trireme_base::{DType, RandomKey};
 
@@ -125,6 +126,7 @@ impl Argument for Activation {
 /// A launch that is being put together.
 pub(super) struct Launch<'c> {
     cuda: &'c Cuda,
+    stream: CUstream,
     name: String,
     /// Each argument, with its size in bytes.
     arguments: SmallVec<[(Words, usize); 12]>,
@@ -138,14 +140,19 @@ impl Cuda {
             name.push('_');
             name.push_str(dtype.name());
         }
-        Launch { cuda: self, name, arguments: SmallVec::new() }
+        self.launch(name)
+    }
+
+    fn launch(&self, name: String) -> Launch<'_> {
+        let stream = self.streams.handle(Stream::Compute);
+        Launch { cuda: self, stream, name, arguments: SmallVec::new() }
     }
 
     /// Begins a launch of a kernel of a header, which is compiled when these parameters are first used.
     pub(super) fn instance(&self, header: &str, kernel: &str, parameters: &[&str]) -> Launch<'_> {
         let name = instance_name(kernel, parameters);
         self.issue(|| self.context.load_generated(&name, || instance_source(header, kernel, parameters)));
-        Launch { cuda: self, name, arguments: SmallVec::new() }
+        self.launch(name)
     }
 }
 
@@ -159,7 +166,17 @@ pub(super) fn instance_source(header: &str, kernel: &str, parameters: &[&str]) -
     format!("#include \"{header}\"\n{definition}({name}, {})\n", parameters.join(", "))
 }
 
+/// Returns the number of blocks for a thread per element, up to [`BLOCKS_MAX`].
+fn blocks_over(shape: Shape) -> u32 {
+    (shape.num_elements() as u64).div_ceil(u64::from(BLOCK_THREADS)).min(BLOCKS_MAX) as u32
+}
+
 impl Launch<'_> {
+    /// Launches on another stream than that of kernels.
+    pub(super) fn on(self, stream: CUstream) -> Self {
+        Launch { stream, ..self }
+    }
+
     pub(super) fn arg(mut self, argument: impl Argument) -> Self {
         let mut words = SmallVec::new();
         let num_bytes = argument.append(&mut words);
@@ -169,8 +186,14 @@ impl Launch<'_> {
 
     /// Launches with a thread per element of a shape, or with threads that loop over elements. The number of elements is the last argument.
     pub(super) fn over_elements(self, shape: Shape) {
-        let num_blocks = (shape.num_elements() as u64).div_ceil(u64::from(BLOCK_THREADS)).min(BLOCKS_MAX);
-        self.arg(shape.num_elements()).run(num_blocks as u32);
+        self.arg(shape.num_elements()).run(blocks_over(shape));
+    }
+
+    /// Like [`over_elements`](Launch::over_elements), but returns an error instead of failing the device.
+    pub(super) fn try_over_elements(self, shape: Shape) -> Result<(), CudaError> {
+        let num_blocks = blocks_over(shape);
+        let mut launch = self.arg(shape.num_elements());
+        if num_blocks > 0 { launch.try_run(num_blocks) } else { Ok(()) }
     }
 
     /// Launches with a block per row, or with blocks that loop over rows. The number of rows is the last argument.
@@ -221,7 +244,7 @@ impl Launch<'_> {
                     1,
                     1,
                     0,
-                    self.cuda.streams.handle(Stream::Compute),
+                    self.stream,
                     pointers.as_mut_ptr(),
                     std::ptr::null_mut(),
                 )

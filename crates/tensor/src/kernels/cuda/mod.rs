@@ -15,6 +15,7 @@ mod expression;
 mod installation;
 mod launch;
 mod matmul;
+mod nccl;
 mod run;
 mod stream;
 
@@ -26,15 +27,17 @@ pub(crate) use run::attention_scratch;
 
 use crate::kernels::backend::{Backend, DeviceSide, HostCopy, Stream};
 use crate::kernels::call::Call;
+use crate::kernels::cpu::arena::Arena;
 use crate::kernels::host_pinning::HostPinning;
 use crate::kernels::{Operand, OperandMut};
 use api::call;
 use blas::Blas;
 use context::{Context, PinnedMemory};
+use nccl::Nccl;
 use std::panic::Location;
 use std::sync::Arc;
 use stream::Streams;
-use trireme_base::Event;
+use trireme_base::{DeviceTransport, Event};
 
 /// Options of a CUDA device.
 #[derive(Debug, Clone, Copy, Default)]
@@ -122,6 +125,10 @@ impl Cuda {
 }
 
 impl Backend for Cuda {
+    fn transport(self: Arc<Self>, arena: &Arc<Arena>) -> Option<Result<Arc<dyn DeviceTransport>, CudaError>> {
+        Some(Nccl::new(self, Arc::clone(arena)).map(|nccl| Arc::new(nccl) as _))
+    }
+
     fn run(&self, call: Call) {
         if self.streams.failure().is_none() {
             self.run_call(&call);

@@ -1,0 +1,178 @@
+use crate::{DType, Rank, ReduceOp};
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Memory of a device that the ranks of a group can exchange without a copy to the host. Dropping the last handle frees it.
+pub trait DeviceMemory: Any + Send + Sync + fmt::Debug {
+    /// Size in bytes.
+    fn num_bytes(&self) -> usize;
+}
+
+/// Bytes of [`DeviceMemory`].
+#[derive(Debug, Clone)]
+pub struct DeviceSpan {
+    /// The memory.
+    pub memory: Arc<dyn DeviceMemory>,
+    /// The bytes.
+    pub range: Range<usize>,
+}
+
+impl DeviceSpan {
+    /// All bytes of `memory`.
+    pub fn all(memory: &Arc<dyn DeviceMemory>) -> Self {
+        DeviceSpan { memory: Arc::clone(memory), range: 0..memory.num_bytes() }
+    }
+
+    /// The bytes `range` of this span.
+    ///
+    /// # Panics
+    /// If the range exceeds the span.
+    pub fn part(&self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.range.len(), "{range:?} of {:?}", self.range);
+        let range = self.range.start + range.start..self.range.start + range.end;
+        DeviceSpan { memory: Arc::clone(&self.memory), range }
+    }
+}
+
+/// A step of an operation on the memory of a device. Steps run in order; transfers that follow each other run together, so that ranks may
+/// list theirs in any order.
+#[derive(Debug, Clone)]
+pub enum DeviceStep {
+    /// Sends bytes to a rank, which [receives](DeviceStep::Receive) as many.
+    Send {
+        /// The bytes.
+        from: DeviceSpan,
+        /// The receiver.
+        to: Rank,
+    },
+    /// Receives bytes from a rank.
+    Receive {
+        /// Where the bytes go.
+        to: DeviceSpan,
+        /// The sender.
+        from: Rank,
+    },
+    /// Sends bytes of the root to all ranks, in place.
+    Broadcast {
+        /// The bytes, on every rank.
+        span: DeviceSpan,
+        /// The sender.
+        root: Rank,
+    },
+    /// Gathers equally many bytes of every rank, in rank order, in place.
+    AllGather {
+        /// The bytes of all ranks.
+        span: DeviceSpan,
+    },
+    /// Reduces the elements of all ranks in an order that the library chooses, in place.
+    AllReduce {
+        /// The elements.
+        span: DeviceSpan,
+        /// Their type.
+        dtype: DType,
+        /// The reduction.
+        op: ReduceOp,
+    },
+    /// As [`AllReduce`](DeviceStep::AllReduce), of equally many elements for each rank. The result is written only to the block of this
+    /// rank.
+    ReduceScatter {
+        /// The elements of all blocks.
+        span: DeviceSpan,
+        /// Their type.
+        dtype: DType,
+        /// The reduction.
+        op: ReduceOp,
+    },
+    /// Copies bytes on this device.
+    Copy {
+        /// The bytes.
+        from: DeviceSpan,
+        /// Where they go.
+        to: DeviceSpan,
+    },
+    /// Reduces two vectors of this device. A mean is a sum.
+    Combine {
+        /// The left operand.
+        left: DeviceSpan,
+        /// The right operand.
+        right: DeviceSpan,
+        /// The result, which may be one of the operands.
+        out: DeviceSpan,
+        /// The type of the elements.
+        dtype: DType,
+        /// The reduction.
+        op: ReduceOp,
+    },
+    /// Divides sums by a number.
+    Divide {
+        /// The sums, which become the quotients.
+        span: DeviceSpan,
+        /// The type of the elements.
+        dtype: DType,
+        /// The number.
+        by: usize,
+    },
+}
+
+/// Why an operation between devices failed.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum DeviceTransportError {
+    /// The device of this rank failed.
+    #[error("{0}")]
+    Device(String),
+    /// The library reports a failure, which may be of another rank.
+    #[error("{0}")]
+    Library(String),
+}
+
+/// Opens communicators between devices of several ranks, such as those of NCCL between GPUs.
+pub trait DeviceTransport: Send + Sync + fmt::Debug {
+    /// Creates the identifier of a new communicator. One rank calls it, and sends the identifier to the others.
+    ///
+    /// # Errors
+    /// What the library reports.
+    fn create_id(&self) -> Result<Vec<u8>, DeviceTransportError>;
+
+    /// Begins to join the communicator of an identifier, which all of its ranks join.
+    ///
+    /// # Errors
+    /// If the identifier is none of this library, or what the library reports.
+    fn join(
+        &self,
+        id: &[u8],
+        rank: Rank,
+        world_size: usize,
+    ) -> Result<Box<dyn DeviceCommunicator>, DeviceTransportError>;
+
+    /// Allocates memory for intermediate results, with unspecified contents.
+    ///
+    /// # Errors
+    /// If there is not enough memory; the message says so.
+    fn allocate(&self, num_bytes: usize) -> Result<Arc<dyn DeviceMemory>, String>;
+
+    /// Returns whether reductions of this type are supported.
+    fn reduces(&self, dtype: DType) -> bool;
+}
+
+/// The place of a rank among the devices of a group. All ranks issue the same operations in the same order.
+pub trait DeviceCommunicator: Send {
+    /// Returns whether the communicator has joined, and everything that was issued has run. Does not block.
+    ///
+    /// # Errors
+    /// What the library reports, such as the loss of a peer.
+    fn is_done(&mut self) -> Result<bool, DeviceTransportError>;
+
+    /// Issues the steps of an operation. The communicator keeps their memory until they have run.
+    ///
+    /// # Errors
+    /// What the library reports. The communicator can only be dropped then.
+    ///
+    /// # Panics
+    /// If earlier steps have not [run](DeviceCommunicator::is_done), or if memory is of another device.
+    fn issue(&mut self, steps: Vec<DeviceStep>) -> Result<(), DeviceTransportError>;
+
+    /// Ends all steps that have not run, without the peers. No step writes memory afterwards.
+    fn abort(&mut self);
+}

@@ -1,0 +1,212 @@
+//! Operations on memory of devices, by communicators such as NCCL's.
+//!
+//! [`DeviceCollectives`] wraps the transport of a group. Vectors in host memory go to that transport, and so does a barrier before each
+//! operation on memory of devices, by which ranks that issue different operations are found, and after which no rank's device waits for a
+//! rank that is late. The communicator is joined at the first operation.
+
+mod steps;
+
+pub(crate) use steps::{SCRATCH_BYTES, needs_scratch};
+
+use super::Transport;
+use super::link_transport::LinkTransport;
+use crate::CommError;
+use crate::backoff::Backoff;
+use crate::buffer::Storage;
+use crate::call::{Call, Payload};
+use crate::control::Control;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+use steps::DeviceSteps;
+use trireme_base::{
+    DeviceCommunicator, DeviceMemory, DeviceSpan, DeviceStep, DeviceTransport, DeviceTransportError, Rank,
+};
+
+/// Time between two checks of an operation that is running.
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
+
+/// How long to wait for a peer's notice after the library has reported a failure, which may be the loss of that peer.
+const REASON_WAIT: Duration = Duration::from_secs(1);
+
+/// The devices of a group's ranks, which the group and its transport share.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct GroupDevices {
+    /// Set when devices are attached to a world, for all of its groups.
+    pub(crate) transport: Arc<OnceLock<Arc<dyn DeviceTransport>>>,
+    /// Memory for intermediate results, of [`SCRATCH_BYTES`].
+    pub(crate) scratch: Arc<OnceLock<Arc<dyn DeviceMemory>>>,
+}
+
+impl GroupDevices {
+    /// The devices of the same ranks, for another group of the world.
+    pub(crate) fn of_other_group(&self) -> Self {
+        GroupDevices { transport: Arc::clone(&self.transport), scratch: Arc::default() }
+    }
+}
+
+/// A transport for vectors in memory of devices, and another one for vectors of the host.
+pub(crate) struct DeviceCollectives {
+    rank: Rank,
+    world_size: usize,
+    keeps_order: bool,
+    host: LinkTransport,
+    devices: GroupDevices,
+    communicator: Option<Box<dyn DeviceCommunicator>>,
+    backoff: Backoff,
+}
+
+impl DeviceCollectives {
+    pub(crate) fn new(
+        (rank, world_size): (Rank, usize),
+        keeps_order: bool,
+        host: LinkTransport,
+        devices: GroupDevices,
+    ) -> Self {
+        let (communicator, backoff) = (None, Backoff::new());
+        DeviceCollectives { rank, world_size, keeps_order, host, devices, communicator, backoff }
+    }
+
+    fn execute_on_devices(
+        &mut self,
+        call: &Call,
+        payload: &Payload,
+        control: &mut Control,
+    ) -> Result<(), CommError> {
+        self.host.execute(call, &mut Payload::Nothing, control)?;
+        if self.communicator.is_none() {
+            self.join(call, control)?;
+        }
+        let steps = self.steps(call, payload);
+        control.call_statistics.payload_bytes += steps.iter().map(|step| self.bytes_sent(step)).sum::<u64>();
+        let issued = self.communicator.as_mut().expect("it was joined").issue(steps);
+        issued.map_err(|failure| reason_of_failure(call, control, failure))?;
+        self.wait(call, control)
+    }
+
+    /// Joins the communicator of the group's ranks.
+    fn join(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
+        let transport =
+            Arc::clone(self.devices.transport.get().expect("memory of devices is of attached ones"));
+        let mut blocks = vec![Vec::new(); self.world_size];
+        let mut own_failure = None;
+        if self.rank == Rank::ROOT {
+            match transport.create_id() {
+                Ok(id) => blocks[0] = id,
+                Err(failure) => own_failure = Some(failure.to_string()),
+            }
+        }
+        let mut blocks = Payload::Blocks(blocks);
+        self.host.execute(call, &mut blocks, control)?;
+        let Payload::Blocks(blocks) = blocks else {
+            unreachable!("an operation gives back the payload it took")
+        };
+        if blocks[0].is_empty() {
+            let cause = own_failure.unwrap_or_else(|| "rank 0 could not create a communicator".to_owned());
+            return Err(call.device_transport_failed(cause));
+        }
+        let joined = transport.join(&blocks[0], self.rank, self.world_size);
+        self.communicator = Some(joined.map_err(|failure| reason_of_failure(call, control, failure))?);
+        self.wait(call, control)
+    }
+
+    /// Waits until the communicator has joined, and has run everything that was issued.
+    fn wait(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
+        let communicator = self.communicator.as_mut().expect("it was joined");
+        loop {
+            match communicator.is_done() {
+                Ok(true) => {
+                    control.record_progress();
+                    self.backoff.record_success();
+                    return Ok(());
+                }
+                Ok(false) if self.backoff.should_retry(call.is_awaited) => {}
+                Ok(false) => {
+                    let since = Instant::now();
+                    std::thread::sleep(POLL_INTERVAL);
+                    control.call_statistics.waiting += since.elapsed();
+                    control.tick(call)?;
+                }
+                Err(failure) => return Err(reason_of_failure(call, control, failure)),
+            }
+        }
+    }
+
+    fn steps(&self, call: &Call, payload: &Payload) -> Vec<DeviceStep> {
+        let (dtype, _) = call.operation.elements();
+        let mut steps = DeviceSteps {
+            rank: self.rank,
+            world_size: self.world_size,
+            dtype,
+            op: call.operation.reduction(),
+            keeps_order: self.keeps_order,
+            scratch: self.devices.scratch.get(),
+            steps: Vec::new(),
+        };
+        let span = |storage: &Storage| storage.device_span().expect("all vectors are in memory of devices");
+        let collective = || call.operation.collective().expect("operations on vectors are collectives");
+        match payload {
+            Payload::Vector(vector) => steps.in_place(collective(), &span(vector)),
+            Payload::Pair { input, output, lens: None } => {
+                steps.out_of_place(collective(), &span(input), &span(output));
+            }
+            Payload::Pair { input, output, lens: Some(lens) } => {
+                steps.all_to_all_variable(&span(input), &span(output), lens);
+            }
+            Payload::Nothing | Payload::Blocks(_) => unreachable!("the payload is in memory of devices"),
+        }
+        steps.steps
+    }
+
+    /// The bytes that a step sends to other ranks, if the library sends each byte as often as it must.
+    fn bytes_sent(&self, step: &DeviceStep) -> u64 {
+        let len = |span: &DeviceSpan| span.range.len() as u64;
+        let (others, all) = (self.world_size as u64 - 1, self.world_size as u64);
+        match step {
+            DeviceStep::Send { from, .. } => len(from),
+            DeviceStep::Broadcast { span, root } if *root == self.rank => len(span),
+            DeviceStep::AllGather { span } | DeviceStep::ReduceScatter { span, .. } => {
+                len(span) * others / all
+            }
+            DeviceStep::AllReduce { span, .. } => 2 * len(span) * others / all,
+            _ => 0,
+        }
+    }
+}
+
+/// The failure of an operation between devices, or the loss of a peer that has caused it.
+fn reason_of_failure(call: &Call, control: &mut Control, failure: DeviceTransportError) -> CommError {
+    let cause = match failure {
+        DeviceTransportError::Device(cause) => return CommError::DeviceFailed { cause },
+        DeviceTransportError::Library(cause) => cause,
+    };
+    let since = Instant::now();
+    while since.elapsed() < REASON_WAIT {
+        if let Err(failure) = control.check(call) {
+            return failure;
+        }
+        std::thread::sleep(POLL_INTERVAL);
+    }
+    call.device_transport_failed(cause)
+}
+
+impl Transport for DeviceCollectives {
+    fn execute(
+        &mut self,
+        call: &Call,
+        payload: &mut Payload,
+        control: &mut Control,
+    ) -> Result<(), CommError> {
+        if payload.is_on_device() {
+            self.execute_on_devices(call, payload, control)
+        } else {
+            self.host.execute(call, payload, control)
+        }
+    }
+
+    fn abandon(&mut self, payload: &mut Payload) {
+        if let Some(mut communicator) = self.communicator.take() {
+            communicator.abort();
+        }
+        self.host.abandon(payload);
+    }
+}

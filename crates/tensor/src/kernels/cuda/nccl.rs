@@ -1,0 +1,417 @@
+//! NCCL: communicators between GPUs.
+//!
+//! Communicators do not block: a function of the library may return before it has done its work, and the next one may be called only when
+//! the library says that the last one is through. A communicator that is dropped leaves its peers when all data has reached them; one whose
+//! operation has failed is aborted.
+
+use super::Cuda;
+use super::api::{NcclApi, Status, call};
+use super::context::Context;
+use super::error::CudaError;
+use crate::exchange_memory::ExchangeMemory;
+use crate::kernels::Operand;
+use crate::kernels::backend::Backend;
+use crate::kernels::cpu::arena::Arena;
+use cudarc::driver::sys as cuda;
+use cudarc::nccl::sys as nccl;
+use std::collections::VecDeque;
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use trireme_base::{
+    Category, DType, DeviceCommunicator, DeviceMemory, DeviceSpan, DeviceStep, DeviceTransport,
+    DeviceTransportError, Rank, ReduceOp,
+};
+
+/// `ncclSuccess` and `ncclInProgress`.
+const SUCCESS: Status = 0;
+const IN_PROGRESS: Status = 7;
+
+/// How long a communicator that leaves waits for data to reach its peers, and the time between two checks.
+const LEAVE_MAX: Duration = Duration::from_secs(10);
+const LEAVE_POLL_INTERVAL: Duration = Duration::from_millis(1);
+
+/// `NCCL_CONFIG_UNDEF_INT`.
+const UNDEFINED: c_int = c_int::MIN;
+
+/// The version of NCCL whose configuration is passed. Later versions accept it.
+const CONFIG_VERSION: c_uint = 22_403;
+
+/// Opens communicators of a GPU.
+#[derive(Debug, Clone)]
+pub(crate) struct Nccl {
+    cuda: Arc<Cuda>,
+    arena: Arc<Arena>,
+    api: &'static NcclApi,
+}
+
+impl Nccl {
+    pub(super) fn new(cuda: Arc<Cuda>, arena: Arc<Arena>) -> Result<Self, CudaError> {
+        let api = cuda.context.installation.nccl()?;
+        Ok(Nccl { cuda, arena, api })
+    }
+}
+
+fn library_error(error: CudaError) -> DeviceTransportError {
+    DeviceTransportError::Library(error.to_string())
+}
+
+impl DeviceTransport for Nccl {
+    fn create_id(&self) -> Result<Vec<u8>, DeviceTransportError> {
+        let mut id = nccl::ncclUniqueId { internal: [0; 128] };
+        let created = self.cuda.context.enter().and_then(|()| {
+            // SAFETY: writes an identifier.
+            unsafe { call!(self.api, ncclGetUniqueId(&mut id)) }
+        });
+        created.map_err(library_error)?;
+        Ok(id.internal.iter().map(|&byte| byte as u8).collect())
+    }
+
+    fn join(
+        &self,
+        id: &[u8],
+        rank: Rank,
+        world_size: usize,
+    ) -> Result<Box<dyn DeviceCommunicator>, DeviceTransportError> {
+        let mut internal: [c_char; 128] = [0; 128];
+        if id.len() != internal.len() {
+            let what = format!("an identifier of NCCL has 128 bytes, not {}", id.len());
+            return Err(DeviceTransportError::Library(what));
+        }
+        internal.iter_mut().zip(id).for_each(|(to, &from)| *to = from as c_char);
+        let communicator = Communicator::join(self, nccl::ncclUniqueId { internal }, rank, world_size);
+        Ok(Box::new(communicator.map_err(library_error)?))
+    }
+
+    fn allocate(&self, num_bytes: usize) -> Result<Arc<dyn DeviceMemory>, String> {
+        let block =
+            self.arena.allocate(num_bytes, Category::Communication).map_err(|error| error.to_string())?;
+        // Kernels that were issued before may still use the memory.
+        self.cuda.record().outcome()?;
+        Ok(Arc::new(ExchangeMemory::new(block)))
+    }
+
+    fn reduces(&self, dtype: DType) -> bool {
+        matches!(dtype, DType::F32 | DType::Bf16 | DType::F16)
+    }
+}
+
+/// A communicator, and the stream on which its steps run.
+struct Communicator {
+    nccl: Nccl,
+    /// Null when it was aborted.
+    handle: nccl::ncclComm_t,
+    stream: cuda::CUstream,
+    rank: Rank,
+    world_size: usize,
+    /// Steps that were not given to the library and the driver yet.
+    waiting: VecDeque<DeviceStep>,
+    /// Steps that may be running, whose memory is in use.
+    running: Vec<DeviceStep>,
+    /// Whether the stream has all steps.
+    is_issued: bool,
+}
+
+// SAFETY: handles may be used on any thread that has entered the context, by one thread at a time.
+unsafe impl Send for Communicator {}
+
+impl Communicator {
+    fn join(nccl: &Nccl, id: nccl::ncclUniqueId, rank: Rank, world_size: usize) -> Result<Self, CudaError> {
+        let context = &nccl.cuda.context;
+        let (driver, mut stream) = (&context.installation.driver, std::ptr::null_mut());
+        context.enter()?;
+        // SAFETY: writes a handle, which `drop` destroys.
+        unsafe {
+            call!(driver, cuStreamCreate(&mut stream, cuda::CUstream_flags::CU_STREAM_NON_BLOCKING as u32))?;
+        }
+        let mut communicator = Communicator {
+            nccl: nccl.clone(),
+            handle: std::ptr::null_mut(),
+            stream,
+            rank,
+            world_size,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            is_issued: false,
+        };
+        let mut config = nccl::ncclConfig_t {
+            size: size_of::<nccl::ncclConfig_t>(),
+            // `NCCL_API_MAGIC`.
+            magic: 0xcafe_beef,
+            version: CONFIG_VERSION,
+            blocking: 0,
+            cgaClusterSize: UNDEFINED,
+            minCTAs: UNDEFINED,
+            maxCTAs: UNDEFINED,
+            netName: std::ptr::null(),
+            splitShare: UNDEFINED,
+        };
+        let (world_size, rank) = (world_size as c_int, rank.0 as c_int);
+        // SAFETY: writes a handle, which `abort` frees. The library copies the configuration.
+        let begun = unsafe {
+            (nccl.api.ncclCommInitRankConfig)(&mut communicator.handle, world_size, id, rank, &mut config)
+        };
+        communicator.check("ncclCommInitRankConfig", begun)?;
+        Ok(communicator)
+    }
+
+    fn context(&self) -> &Context {
+        &self.nccl.cuda.context
+    }
+
+    /// Turns the result of a function of the library into an error, unless it has succeeded or is in progress.
+    fn check(&self, function: &'static str, status: Status) -> Result<(), CudaError> {
+        if matches!(status, SUCCESS | IN_PROGRESS) {
+            Ok(())
+        } else {
+            Err(self.nccl.api.error(function, status))
+        }
+    }
+
+    /// Returns whether the library has done what the last function began.
+    fn is_through(&self) -> Result<bool, CudaError> {
+        let mut state = nccl::ncclResult_t::ncclSuccess;
+        // The library may write numbers that the enumeration does not have.
+        let place = (&raw mut state).cast::<Status>();
+        // SAFETY: a communicator that was not aborted; writes a number of four bytes.
+        let state = unsafe {
+            call!(self.nccl.api, ncclCommGetAsyncError(self.handle, place.cast()))?;
+            place.read()
+        };
+        self.check("an operation of NCCL", state)?;
+        Ok(state == SUCCESS)
+    }
+
+    /// Gives steps to the library and the driver as far as possible. Returns whether all have run.
+    fn advance(&mut self) -> Result<bool, CudaError> {
+        if let Some(cause) = self.nccl.cuda.streams.failure() {
+            return Err(CudaError::Failed(cause));
+        }
+        self.context().enter()?;
+        while !self.is_issued {
+            if !self.is_through()? {
+                return Ok(false);
+            }
+            if self.waiting.is_empty() {
+                self.is_issued = true;
+                break;
+            }
+            let is_transfer =
+                |step: &DeviceStep| matches!(step, DeviceStep::Send { .. } | DeviceStep::Receive { .. });
+            let num_transfers = self.waiting.iter().take_while(|step| is_transfer(step)).count();
+            let batch: Vec<DeviceStep> = self.waiting.drain(..num_transfers.max(1)).collect();
+            let issued = self.issue_batch(&batch);
+            // Also after a failure, because some may run.
+            self.running.extend(batch);
+            issued?;
+        }
+        // In this order: peers of steps that have run may have left.
+        if self.has_run()? {
+            return Ok(true);
+        }
+        self.is_through()?;
+        Ok(false)
+    }
+
+    fn has_run(&mut self) -> Result<bool, CudaError> {
+        const NOT_READY: Status = cuda::CUresult::CUDA_ERROR_NOT_READY as Status;
+        let driver = &self.context().installation.driver;
+        // SAFETY: a stream of this context.
+        match unsafe { (driver.cuStreamQuery)(self.stream) } {
+            NOT_READY => Ok(false),
+            status => {
+                driver.check("cuStreamQuery", status)?;
+                self.running.clear();
+                Ok(true)
+            }
+        }
+    }
+
+    /// Issues transfers that run together, or another step.
+    fn issue_batch(&self, batch: &[DeviceStep]) -> Result<(), CudaError> {
+        if batch.len() == 1 {
+            return self.issue_step(&batch[0]);
+        }
+        let api = self.nccl.api;
+        // SAFETY: no requirements.
+        self.check("ncclGroupStart", unsafe { (api.ncclGroupStart)() })?;
+        let issued = batch.iter().try_for_each(|step| self.issue_step(step));
+        // SAFETY: ends the group that was started, also if a step was refused.
+        let ended = self.check("ncclGroupEnd", unsafe { (api.ncclGroupEnd)() });
+        issued.and(ended)
+    }
+
+    fn issue_step(&self, step: &DeviceStep) -> Result<(), CudaError> {
+        let (api, comm, stream) = (self.nccl.api, self.handle, self.stream.cast());
+        let bytes = nccl::ncclDataType_t::ncclUint8;
+        let span = |span: &DeviceSpan| (self.operand(span, DType::U8).addresses().start, span.range.len());
+        let own_block = |start: usize, num_bytes: usize| start + self.rank.0 * (num_bytes / self.world_size);
+        // SAFETY: a communicator that was not aborted, and memory of this GPU, which `running` keeps until the steps have run.
+        unsafe {
+            match step {
+                DeviceStep::Send { from, to } => {
+                    let (start, len) = span(from);
+                    let sent =
+                        (api.ncclSend)(start as *const c_void, len, bytes, to.0 as c_int, comm, stream);
+                    self.check("ncclSend", sent)
+                }
+                DeviceStep::Receive { to, from } => {
+                    let (start, len) = span(to);
+                    let received =
+                        (api.ncclRecv)(start as *mut c_void, len, bytes, from.0 as c_int, comm, stream);
+                    self.check("ncclRecv", received)
+                }
+                DeviceStep::Broadcast { span: all, root } => {
+                    let (start, len) = span(all);
+                    let root = root.0 as c_int;
+                    let (from, to) = (start as *const c_void, start as *mut c_void);
+                    self.check("ncclBroadcast", (api.ncclBroadcast)(from, to, len, bytes, root, comm, stream))
+                }
+                DeviceStep::AllGather { span: all } => {
+                    let (start, len) = span(all);
+                    let (from, to) = (own_block(start, len) as *const c_void, start as *mut c_void);
+                    let len = len / self.world_size;
+                    self.check("ncclAllGather", (api.ncclAllGather)(from, to, len, bytes, comm, stream))
+                }
+                DeviceStep::AllReduce { span: all, dtype, op } => {
+                    let (start, len) = span(all);
+                    let (from, to) = (start as *const c_void, start as *mut c_void);
+                    let (len, dtype, op) = (len / dtype.size(), data_type(*dtype), reduction(*op));
+                    self.check("ncclAllReduce", (api.ncclAllReduce)(from, to, len, dtype, op, comm, stream))
+                }
+                DeviceStep::ReduceScatter { span: all, dtype, op } => {
+                    let (start, len) = span(all);
+                    let (from, to) = (start as *const c_void, own_block(start, len) as *mut c_void);
+                    let len = len / dtype.size() / self.world_size;
+                    let (dtype, op) = (data_type(*dtype), reduction(*op));
+                    let scattered = (api.ncclReduceScatter)(from, to, len, dtype, op, comm, stream);
+                    self.check("ncclReduceScatter", scattered)
+                }
+                DeviceStep::Copy { from, to } => {
+                    let ((from, from_len), (to, to_len)) = (span(from), span(to));
+                    assert_eq!(from_len, to_len, "a copy");
+                    let driver = &self.context().installation.driver;
+                    call!(driver, cuMemcpyDtoDAsync_v2(to as u64, from as u64, to_len, self.stream))
+                }
+                DeviceStep::Combine { left, right, out, dtype, op } => {
+                    let [left, right, out] = [left, right, out].map(|span| self.operand(span, *dtype));
+                    assert!(left.shape() == right.shape() && left.shape() == out.shape(), "a reduction");
+                    let launch = self.nccl.cuda.kernel("combine", &[*dtype]).on(self.stream);
+                    let launch = launch.arg(reduction(*op) as u32).arg(left).arg(right).arg(out);
+                    launch.try_over_elements(out.shape())
+                }
+                DeviceStep::Divide { span, dtype, by } => {
+                    let sums = self.operand(span, *dtype);
+                    let launch = self.nccl.cuda.kernel("divide", &[*dtype]).on(self.stream);
+                    launch.arg(sums).arg(*by as f32).try_over_elements(sums.shape())
+                }
+            }
+        }
+    }
+
+    fn operand(&self, span: &DeviceSpan, dtype: DType) -> Operand {
+        ExchangeMemory::operand_of(span, dtype, &self.nccl.arena)
+    }
+}
+
+impl DeviceCommunicator for Communicator {
+    fn is_done(&mut self) -> Result<bool, DeviceTransportError> {
+        let advanced = if self.handle.is_null() {
+            Err(CudaError::NcclUnavailable("the communicator was aborted".to_owned()))
+        } else {
+            self.advance()
+        };
+        advanced.map_err(|error| match error {
+            // Failures that NCCL reports may be those of other ranks.
+            error @ (CudaError::Nccl { .. } | CudaError::NcclUnavailable(_)) => library_error(error),
+            error => {
+                let streams = &self.nccl.cuda.streams;
+                streams.fail(&error);
+                DeviceTransportError::Device(streams.failure().unwrap_or_else(|| error.to_string()))
+            }
+        })
+    }
+
+    fn issue(&mut self, steps: Vec<DeviceStep>) -> Result<(), DeviceTransportError> {
+        assert!(self.waiting.is_empty() && self.running.is_empty(), "operations run one at a time");
+        self.waiting.extend(steps);
+        self.is_issued = false;
+        self.is_done().map(drop)
+    }
+
+    fn abort(&mut self) {
+        if self.handle.is_null() {
+            return;
+        }
+        let _ = self.context().enter();
+        // SAFETY: a communicator that was not aborted. Kernels of the library end, and those behind them run.
+        unsafe {
+            let _ = (self.nccl.api.ncclCommAbort)(self.handle);
+        }
+        self.handle = std::ptr::null_mut();
+        if self.context().synchronize(self.stream).is_ok() {
+            self.running.clear();
+        }
+        // Otherwise, the GPU may still write to the memory.
+        std::mem::forget(std::mem::take(&mut self.running));
+        self.waiting.clear();
+    }
+}
+
+impl Communicator {
+    /// Leaves the communicator. Returns false if it must be aborted instead.
+    fn leave(&mut self) -> bool {
+        let is_idle = !self.handle.is_null() && self.waiting.is_empty() && self.running.is_empty();
+        if !is_idle || self.context().enter().is_err() {
+            return false;
+        }
+        // SAFETY: a communicator that was not aborted, and runs nothing.
+        let begun = self.check("ncclCommFinalize", unsafe { (self.nccl.api.ncclCommFinalize)(self.handle) });
+        let since = Instant::now();
+        while begun.is_ok() && since.elapsed() < LEAVE_MAX {
+            match self.is_through() {
+                Ok(true) => {
+                    // SAFETY: finalized; it is not used any more.
+                    let _ = unsafe { (self.nccl.api.ncclCommDestroy)(self.handle) };
+                    self.handle = std::ptr::null_mut();
+                    return true;
+                }
+                Ok(false) => std::thread::sleep(LEAVE_POLL_INTERVAL),
+                Err(_) => break,
+            }
+        }
+        false
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        if !self.leave() {
+            self.abort();
+        }
+        // SAFETY: a stream of this context, which nothing uses any more.
+        unsafe {
+            let _ = (self.context().installation.driver.cuStreamDestroy_v2)(self.stream);
+        }
+    }
+}
+
+/// Returns the library's number of a dtype, of those that [`Nccl::reduces`].
+fn data_type(dtype: DType) -> nccl::ncclDataType_t {
+    match dtype {
+        DType::F32 => nccl::ncclDataType_t::ncclFloat32,
+        DType::Bf16 => nccl::ncclDataType_t::ncclBfloat16,
+        DType::F16 => nccl::ncclDataType_t::ncclFloat16,
+        _ => unreachable!("GPUs do not reduce {dtype}"),
+    }
+}
+
+/// Returns the library's number of a reduction, which is that of `sources/exchange.cu` as well. A mean is a sum until it is divided.
+fn reduction(op: ReduceOp) -> nccl::ncclRedOp_t {
+    match op {
+        ReduceOp::Sum | ReduceOp::Mean => nccl::ncclRedOp_t::ncclSum,
+        ReduceOp::Prod => nccl::ncclRedOp_t::ncclProd,
+        ReduceOp::Max => nccl::ncclRedOp_t::ncclMax,
+        ReduceOp::Min => nccl::ncclRedOp_t::ncclMin,
+    }
+}
