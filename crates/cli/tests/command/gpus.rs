@@ -217,3 +217,63 @@ fn a_gpu_that_is_lost_is_named() {
         assert_close(&fixture.losses("tiny"), &expected, F32_TOLERANCE, "resumed");
     }
 }
+
+/// Returns a run of two workers with a GPU each, or with `num_gpus`.
+fn two_workers(fixture: &Fixture, num_gpus: &str, keys: &str) -> Option<Command> {
+    let arguments = format!("train tiny.toml --workers 2 --set training.device=cuda --resume never {keys}");
+    let mut command = with_cuda(fixture, &arguments)?;
+    command.env("FAKE_CUDA_GPUS", num_gpus);
+    Some(command)
+}
+
+const STAGED_NOTICE: &str = "note: GPUs exchange data through the memory of their hosts";
+
+/// Sums keep their order with NCCL. Its own order gives other bits, which are the same in every run.
+#[test]
+fn nccl_keeps_the_order_of_sums_if_it_must() {
+    let fixture = Fixture::with_corpus();
+    let losses = |num_gpus: &str, keys: &str| {
+        let output = Running::start(two_workers(&fixture, num_gpus, keys)?).end().succeeded();
+        Some((fixture.losses("tiny"), output))
+    };
+    let Some((staged, output)) = losses("1", "") else { return };
+    assert_contains(&output, &[STAGED_NOTICE, "ranks 0 and 1 share a GPU"]);
+    let (direct, output) = losses("2", "").unwrap();
+    assert!(!output.contains(STAGED_NOTICE), "{output}");
+    assert_eq!(direct, staged);
+    let (never, output) = losses("2", "--set comm.nccl=never").unwrap();
+    assert!(!output.contains(STAGED_NOTICE) && never == direct, "{output}");
+    let any_order = "--set training.determinism=run --set parallelism.zero_stage=2";
+    let runs = [(); 2].map(|()| losses("2", any_order).unwrap().0);
+    assert_eq!(runs[0], runs[1]);
+    assert_close(&runs[0], &direct, F32_TOLERANCE, "any order");
+}
+
+#[test]
+fn a_run_that_needs_nccl_is_refused_without_it() {
+    let fixture = Fixture::with_corpus();
+    let always = "--set comm.nccl=always";
+    let Some(shared) = two_workers(&fixture, "1", always) else { return };
+    let expected = ["[comm] nccl is \"always\", but GPUs cannot exchange data by NCCL", "share a GPU"];
+    assert_contains(&Running::start(shared).end().refused(), &expected);
+    install_fake_cuda(&fixture.path("cuda")).unwrap();
+    std::fs::remove_file(fixture.path("cuda/libnccl.so.2")).unwrap();
+    let mut missing = two_workers(&fixture, "2", always).unwrap();
+    missing.env("TRIREME_CUDA_LIBRARIES", fixture.path("cuda"));
+    let expected = [expected[0], "rank 0: ", "(libnccl) was not found", "pip install nvidia-nccl-cu12"];
+    assert_contains(&Running::start(missing).end().refused(), &expected);
+}
+
+/// The other ranks name the rank that was killed, the operation and the line of the program.
+#[test]
+fn a_rank_that_is_killed_in_an_operation_of_nccl_ends_the_run() {
+    let fixture = Fixture::with_corpus();
+    for (layout, num_operations, operation) in
+        [("", "7", "all_reduce(sum, f32"), ("--set parallelism.zero_stage=3", "4", "all_gather(f32")]
+    {
+        let Some(mut command) = two_workers(&fixture, "2", layout) else { return };
+        command.env("FAKE_NCCL_KILLED", format!("1:{num_operations}"));
+        let error = Running::start(command).end().refused();
+        assert_contains(&error, &["rank 1 was killed by SIGABRT", operation, ", line ", "rank 1"]);
+    }
+}

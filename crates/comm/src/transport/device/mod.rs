@@ -5,6 +5,8 @@
 //! rank that is late. The communicator is joined at the first operation.
 
 mod steps;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use steps::{SCRATCH_BYTES, needs_scratch};
 

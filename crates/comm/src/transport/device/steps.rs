@@ -37,7 +37,7 @@ pub(crate) struct DeviceSteps<'a> {
     pub(crate) dtype: DType,
     pub(crate) op: Option<ReduceOp>,
     pub(crate) keeps_order: bool,
-    /// Memory of [`SCRATCH_BYTES`], if [needed](needs_scratch).
+    /// Memory for intermediate results, if [needed](needs_scratch).
     pub(crate) scratch: Option<&'a Arc<dyn DeviceMemory>>,
     pub(crate) steps: Vec<DeviceStep>,
 }
@@ -300,7 +300,8 @@ impl DeviceSteps<'_> {
     }
 
     fn segment_len_max(&self) -> usize {
-        (SCRATCH_BYTES / self.dtype.size() / self.world_size).max(1)
+        let num_bytes = self.scratch.map_or(SCRATCH_BYTES, |scratch| scratch.num_bytes());
+        (num_bytes / self.dtype.size() / self.world_size).max(1)
     }
 
     /// The elements of the vector that a segment has of a rank's block.
