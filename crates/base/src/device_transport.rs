@@ -116,6 +116,9 @@ pub enum DeviceStep {
     },
 }
 
+/// The identifier of a communicator, by which its ranks find each other.
+pub type DeviceCommunicatorId = [u8; 128];
+
 /// Why an operation between devices failed.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum DeviceTransportError {
@@ -133,15 +136,15 @@ pub trait DeviceTransport: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// What the library reports.
-    fn create_id(&self) -> Result<Vec<u8>, DeviceTransportError>;
+    fn create_id(&self) -> Result<DeviceCommunicatorId, DeviceTransportError>;
 
     /// Begins to join the communicator of an identifier, which all of its ranks join.
     ///
     /// # Errors
-    /// If the identifier is none of this library, or what the library reports.
+    /// What the library reports.
     fn join(
         &self,
-        id: &[u8],
+        id: &DeviceCommunicatorId,
         rank: Rank,
         world_size: usize,
     ) -> Result<Box<dyn DeviceCommunicator>, DeviceTransportError>;

@@ -80,15 +80,24 @@ impl<T: BufferElement> Buffer<T> {
     }
 
     /// Creates a vector of `len` elements of `dtype` in memory of a device that is [attached](crate::Group::attach_devices) to the group.
-    /// The group accesses it after the device's event `ready`, and the caller must not until the operation has completed.
+    /// The caller must not access it during an operation.
     ///
     /// # Panics
     /// If the memory has another size, or if `dtype` has no [`Element`].
-    pub fn on_device(memory: Arc<dyn DeviceMemory>, dtype: DType, len: usize, ready: Event) -> Self {
+    pub fn on_device(memory: Arc<dyn DeviceMemory>, dtype: DType, len: usize) -> Self {
         assert!(has_element(dtype), "groups do not send {dtype}");
         let num_bytes = len * dtype.size();
         assert_eq!(memory.num_bytes(), num_bytes, "{len} elements of {dtype}");
-        Buffer::from_storage(Storage::new(Memory::Device(memory, ready), dtype, num_bytes))
+        Buffer::from_storage(Storage::new(Memory::Device(memory, Event::DONE), dtype, num_bytes))
+    }
+
+    /// Makes the group wait for an event of the device before it accesses a vector [on a device](Buffer::on_device). Other vectors do not
+    /// change.
+    pub fn after(mut self, ready: Event) -> Self {
+        if let Memory::Device(_, event) = &mut self.storage.memory {
+            *event = ready;
+        }
+        self
     }
 
     /// Turns the vector into memory for device copies. Blocks until no device uses it.

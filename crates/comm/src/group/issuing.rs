@@ -101,10 +101,11 @@ impl Group {
         let is_send = direction == Direction::Send;
         let is_peer = peer != self.rank && peer.0 < self.world_size;
         let num_bytes = len * buffer.dtype().size();
-        if buffer.storage.is_on_device() {
-            let (operation, what) =
-                (Operation::message(buffer.dtype(), len).name(), "messages are in memory of the host");
-            return Work::ready(Err(CommError::InvalidBuffers { operation, what: what.to_owned() }));
+        if is_peer
+            && let Err(error) =
+                self.prepare_devices(Operation::message(buffer.dtype(), len), &[&buffer.storage])
+        {
+            return Work::ready(Err(error));
         }
         match (&self.messenger, &self.dry) {
             (None, Some(dry)) if is_peer => {

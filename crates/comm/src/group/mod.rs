@@ -83,7 +83,8 @@ impl Group {
         let endpoint = connections.assemble(&costs, &devices, options, &recorder)?;
         recorder.set_selection(endpoint.selection.clone());
         let engine = Engine::new(endpoint.control, endpoint.transport, options.timeout, recorder.clone());
-        let messenger = Messenger::start(rank, endpoint.message_links, options, recorder.clone())?;
+        let messenger =
+            Messenger::start(rank, endpoint.message_links, devices.clone(), options, recorder.clone())?;
         let queue = Arc::new(Queue::new(engine, Arc::clone(&messenger.message_queue), recorder.clone()));
         let served = Arc::clone(&queue);
         let thread = spawn_thread(&format!("comm-{rank}"), move || served.serve())

@@ -1,8 +1,10 @@
+use super::device_lane::{self, DeviceLane, POLL_INTERVAL};
 use crate::backoff::Backoff;
 use crate::buffer::{CacheLine, Storage};
 use crate::call::Call;
 use crate::control::{TICK, stall_threshold, stall_warning_threshold};
 use crate::recorder::{Direction, GroupRecorder};
+use crate::transport::device::GroupDevices;
 use crate::transport::link::{Interest, Link};
 use crate::transport::link_transport::{Incoming, Memories, Outgoing, ReceiveError};
 use crate::{CommError, GroupOptions, Operation};
@@ -11,7 +13,7 @@ use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
-use trireme_base::Rank;
+use trireme_base::{DType, DeviceTransportError, Rank};
 use trireme_schedule::collective::{ReceiveAction, Span};
 
 /// Number of messages for which memory is preallocated. The number of pending messages depends on timing, so memory use could otherwise
@@ -59,6 +61,7 @@ impl PendingMessage {
 pub(super) struct MessageEngine {
     own: Rank,
     links: Vec<Option<Link>>,
+    devices: GroupDevices,
     peer_queues: Vec<PeerQueues>,
     timeout: Duration,
     checksums: bool,
@@ -85,11 +88,17 @@ struct DirectionQueue<T> {
     /// The first message of `waiting`, once it is in flight.
     moving: Option<(Call, T)>,
     num_completed: u64,
+    device: DeviceLane,
 }
 
 impl<T> Default for DirectionQueue<T> {
     fn default() -> Self {
-        DirectionQueue { waiting: VecDeque::new(), moving: None, num_completed: 0 }
+        DirectionQueue {
+            waiting: VecDeque::new(),
+            moving: None,
+            num_completed: 0,
+            device: DeviceLane::default(),
+        }
     }
 }
 
@@ -97,6 +106,7 @@ impl MessageEngine {
     pub(super) fn new(
         own: Rank,
         links: Vec<Option<Link>>,
+        devices: GroupDevices,
         options: &GroupOptions,
         recorder: GroupRecorder,
     ) -> Result<Self, CommError> {
@@ -105,6 +115,7 @@ impl MessageEngine {
             polled: Vec::with_capacity(1 + 2 * links.len()),
             peer_queues: links.iter().map(|_| PeerQueues::default()).collect(),
             links,
+            devices,
             timeout: options.timeout,
             checksums: options.checksums,
             deadlines_checked_at: Instant::now(),
@@ -176,19 +187,29 @@ impl MessageEngine {
         };
         let number = pending.number;
         pending.storage.wait().inspect_err(|_| self.failed = Some(number))?;
+        if lane.device.is_transferring {
+            let ended = lane.advance_transfer(&self.recorder).inspect_err(|_| self.failed = Some(number))?;
+            self.ended.extend(ended);
+            return Ok(!lane.device.is_transferring);
+        }
         let link = self.links[peer.0].as_mut().expect("messages go to other ranks");
-        let (dtype, len) = pending.operation.elements();
-        let memories = Memories::new(pending.storage.bytes_mut(), dtype, None);
+        let new_call = call(pending.operation, lane.num_completed, pending.issued, self.timeout);
+        let payload = payload(pending, &mut lane.device, &self.devices);
+        let payload = payload.map_err(|failure| device_lane::failure(&new_call, failure));
+        let payload = payload.inspect_err(|_| self.failed = Some(number))?;
+        let num_bytes = payload.len();
+        let memories = Memories::new(payload, DType::U8, None);
         let (call, outgoing) = lane.moving.get_or_insert_with(|| {
             self.recorder.begin_message(number);
-            let call = call(pending.operation, lane.num_completed, pending.issued, self.timeout);
-            let outgoing = Outgoing::new(&call, peer, memories.range(&Span::from(0..len)), self.checksums);
-            (call, outgoing)
+            let outgoing =
+                Outgoing::new(&new_call, peer, memories.range(&Span::from(0..num_bytes)), self.checksums);
+            (new_call, outgoing)
         });
         let moved = outgoing.advance(link, &memories).map_err(|_| call.peer_lost(peer));
         let has_moved = moved.inspect_err(|_| self.failed = Some(number))?;
         let is_done = outgoing.is_done();
-        self.ended.extend(lane.record_progress(has_moved, is_done, &self.recorder));
+        let ended = lane.record_progress(has_moved, is_done, &self.devices, &self.recorder);
+        self.ended.extend(ended.inspect_err(|_| self.failed = Some(number))?);
         Ok(has_moved)
     }
 
@@ -200,20 +221,22 @@ impl MessageEngine {
         };
         let number = pending.number;
         pending.storage.wait().inspect_err(|_| self.failed = Some(number))?;
+        if lane.device.is_transferring {
+            let ended = lane.advance_transfer(&self.recorder).inspect_err(|_| self.failed = Some(number))?;
+            self.ended.extend(ended);
+            return Ok(!lane.device.is_transferring);
+        }
         let link = self.links[peer.0].as_mut().expect("messages come from other ranks");
-        let (dtype, len) = pending.operation.elements();
-        let mut memories = Memories::new(pending.storage.bytes_mut(), dtype, None);
+        let new_call = call(pending.operation, lane.num_completed, pending.issued, self.timeout);
+        let payload = payload(pending, &mut lane.device, &self.devices);
+        let payload = payload.map_err(|failure| device_lane::failure(&new_call, failure));
+        let payload = payload.inspect_err(|_| self.failed = Some(number))?;
+        let num_bytes = payload.len();
+        let mut memories = Memories::new(payload, DType::U8, None);
         let (call, incoming) = lane.moving.get_or_insert_with(|| {
             self.recorder.begin_message(number);
-            let call = call(pending.operation, lane.num_completed, pending.issued, self.timeout);
-            let incoming = Incoming::new(
-                own,
-                peer,
-                memories.range(&Span::from(0..len)),
-                ReceiveAction::Copy,
-                self.checksums,
-            );
-            (call, incoming)
+            let range = memories.range(&Span::from(0..num_bytes));
+            (new_call, Incoming::new(own, peer, range, ReceiveAction::Copy, self.checksums))
         });
         let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.receive_buffer);
         let moved = incoming.advance(call, link, &mut memories, piece, None).map_err(|error| match error {
@@ -222,7 +245,8 @@ impl MessageEngine {
         });
         let has_moved = moved.inspect_err(|_| self.failed = Some(number))?;
         let is_done = incoming.is_done();
-        self.ended.extend(lane.record_progress(has_moved, is_done, &self.recorder));
+        let ended = lane.record_progress(has_moved, is_done, &self.devices, &self.recorder);
+        self.ended.extend(ended.inspect_err(|_| self.failed = Some(number))?);
         Ok(has_moved)
     }
 
@@ -233,7 +257,8 @@ impl MessageEngine {
         if !is_ready {
             let mut polled: Vec<PollFd<'_>> = std::mem::take(&mut self.polled);
             polled.push(PollFd::from_borrowed_fd(wakeup.as_fd(), PollFlags::IN));
-            let mut sleep_max = TICK;
+            let is_transferring = self.peer_queues.iter().any(PeerQueues::is_transferring);
+            let mut sleep_max = if is_transferring { POLL_INTERVAL } else { TICK };
             for (link, lanes) in self.links.iter().zip(&self.peer_queues) {
                 for interest in lanes.interests() {
                     let link = link.as_ref().expect("messages go to other ranks");
@@ -323,34 +348,78 @@ impl Drop for MessageEngine {
 
 impl PeerQueues {
     fn interests(&self) -> impl Iterator<Item = Interest> + use<> {
-        let may_move =
-            |waiting: &VecDeque<PendingMessage>| waiting.front().is_some_and(PendingMessage::is_movable);
-        let send = may_move(&self.outgoing.waiting).then_some(Interest::Send);
-        let receive = may_move(&self.incoming.waiting).then_some(Interest::Receive);
+        let send = self.outgoing.needs_link().then_some(Interest::Send);
+        let receive = self.incoming.needs_link().then_some(Interest::Receive);
         [send, receive].into_iter().flatten()
+    }
+
+    /// Whether devices transfer a message.
+    fn is_transferring(&self) -> bool {
+        self.outgoing.device.is_transferring || self.incoming.device.is_transferring
     }
 }
 
 impl<T> DirectionQueue<T> {
-    /// Records the progress of the first message. Returns its slot and memory if it has completed.
+    /// Whether the first message moves over the link.
+    fn needs_link(&self) -> bool {
+        !self.device.is_transferring && self.waiting.front().is_some_and(PendingMessage::is_movable)
+    }
+
+    /// Records the progress of the first message on the link. If it is through, and the vector is in memory of a device, starts the
+    /// transfer. Otherwise, returns its slot and memory if it has completed.
     fn record_progress(
         &mut self,
         has_moved: bool,
         is_done: bool,
+        devices: &GroupDevices,
         recorder: &GroupRecorder,
-    ) -> Option<(usize, Storage)> {
-        let pending = self.waiting.front_mut()?;
+    ) -> Result<Option<(usize, Storage)>, CommError> {
+        let Some(pending) = self.waiting.front_mut() else { return Ok(None) };
         if has_moved {
             pending.moved = Some(Instant::now());
             recorder.recorder.heartbeat().beat();
         }
         if !is_done {
-            return None;
+            return Ok(None);
         }
+        let Some(span) = pending.storage.device_span() else { return Ok(self.complete(recorder)) };
+        let begun = self.device.begin(pending.direction, span, devices.transport());
+        let (call, _) = self.moving.as_ref().expect("the frame was in flight");
+        begun.map(|()| None).map_err(|failure| device_lane::failure(call, failure))
+    }
+
+    /// Returns the slot and memory of the first message if devices have transferred it.
+    fn advance_transfer(&mut self, recorder: &GroupRecorder) -> Result<Option<(usize, Storage)>, CommError> {
+        let is_done = self.device.is_done().map_err(|failure| {
+            let (call, _) = self.moving.as_ref().expect("the message is in flight");
+            device_lane::failure(call, failure)
+        })?;
+        if !is_done {
+            return Ok(None);
+        }
+        recorder.recorder.heartbeat().beat();
+        Ok(self.complete(recorder))
+    }
+
+    fn complete(&mut self, recorder: &GroupRecorder) -> Option<(usize, Storage)> {
+        let pending = self.waiting.pop_front()?;
         recorder.end_message(pending.number);
         self.moving = None;
         self.num_completed += 1;
-        self.waiting.pop_front().map(|pending| (pending.slot, pending.storage))
+        Some((pending.slot, pending.storage))
+    }
+}
+
+/// Returns the payload of a message's frame: its vector, unless devices transfer that.
+fn payload<'a>(
+    pending: &'a mut PendingMessage,
+    lane: &'a mut DeviceLane,
+    devices: &GroupDevices,
+) -> Result<&'a mut [u8], DeviceTransportError> {
+    if pending.storage.is_on_device() {
+        lane.frame(pending.direction, devices.transport())
+    } else {
+        Ok(pending.storage.bytes_mut())
     }
 }
 

@@ -4,11 +4,13 @@
 //! Messages have their own links, so messages and collectives do not wait for each other. A rank may issue its messages in any order, but
 //! the messages from one rank to another must be sent and received in the same order.
 
+mod device_lane;
 mod message_engine;
 
 use crate::buffer::Storage;
 use crate::call::Callback;
 use crate::recorder::{Direction, GroupRecorder};
+use crate::transport::device::GroupDevices;
 use crate::transport::link::Link;
 use crate::{CommError, GroupOptions, Operation};
 use message_engine::{MessageEngine, NUM_PREALLOCATED, PendingMessage};
@@ -76,12 +78,13 @@ impl Messenger {
     pub(crate) fn start(
         own: Rank,
         links: Vec<Option<Link>>,
+        devices: GroupDevices,
         options: &GroupOptions,
         recorder: GroupRecorder,
     ) -> Result<Self, CommError> {
         let failed = |source| CommError::Spawn { source: Arc::new(source) };
         let num_issued = vec![[0; 2]; links.len()];
-        let engine = MessageEngine::new(own, links, options, recorder.clone())?;
+        let engine = MessageEngine::new(own, links, devices, options, recorder.clone())?;
         let wakeup = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let queue = Arc::new(MessageQueue {
             recorder,
@@ -377,8 +380,8 @@ mod tests {
     fn without_links() -> (Messenger, GroupRecorder) {
         let recorder = FlightRecorder::new(Rank(0), 2);
         let world = recorder.group("world".to_owned(), Rank(0), vec![Rank(0), Rank(1)]);
-        let messenger =
-            Messenger::start(Rank(0), vec![None, None], &GroupOptions::default(), world.clone()).unwrap();
+        let (links, devices, options) = (vec![None, None], GroupDevices::default(), GroupOptions::default());
+        let messenger = Messenger::start(Rank(0), links, devices, &options, world.clone()).unwrap();
         (messenger, world)
     }
 

@@ -85,8 +85,6 @@ pub(crate) struct GroupAxis {
 /// The exchanges of one dtype.
 struct DtypeExchanges {
     memory: ExchangePool,
-    /// Memory of messages from rank to rank.
-    messages: Pool,
     pending: Mutex<Slab<StartedExchange>>,
     /// Pending exchanges of rows. A [`PendingExchange`] holds the key.
     rows: Mutex<Slab<RowExchange>>,
@@ -136,14 +134,8 @@ impl GroupAxis {
 impl DtypeExchanges {
     fn new(group: &Arc<Group>, device: &Device, dtype: DType) -> Self {
         let pool = Pool::new(group, device, dtype, Category::Communication, true).in_huge_pages();
-        let messages = if pool.is_on_device() {
-            Pool::new(group, device, dtype, Category::Communication, true).with_buffers()
-        } else {
-            pool.clone()
-        };
         DtypeExchanges {
             memory: ExchangePool::new(pool),
-            messages,
             pending: Mutex::default(),
             rows: Mutex::default(),
             row_buffer_len: AtomicUsize::new(0),
@@ -152,11 +144,6 @@ impl DtypeExchanges {
 
     fn pool(&self) -> &Pool {
         self.memory.pool()
-    }
-
-    /// Returns the pool of the vectors of an exchange.
-    fn pool_of(&self, kind: ExchangeKind) -> &Pool {
-        if kind == ExchangeKind::Shift { &self.messages } else { self.pool() }
     }
 
     fn dtype(&self) -> DType {
@@ -179,7 +166,7 @@ impl DtypeExchanges {
             ExchangeKind::ReduceScatter => group.reduce_scatter(own, ReduceOp::Sum),
             ExchangeKind::AllToAll => group.all_to_all(own),
             ExchangeKind::Shift => {
-                let received = self.messages.take_receiving(len)?;
+                let received = self.pool().pass_on(self.pool().device(), self.pool().take_buffer(len)?, len);
                 sent = Some(group.send(own, Rank((rank + 1) % degree)));
                 group.receive(received, Rank((rank + degree - 1) % degree))
             }
@@ -208,7 +195,7 @@ impl DtypeExchanges {
             let sent = waiting.wait_on_device(sent, self.dtype(), len, device)?;
             // The result may overwrite the memory that was sent.
             device.wait_for(&sent.event());
-            self.messages.release_buffer(len, sent);
+            self.pool().release_buffer(len, sent);
         }
         Ok((vector, len, kind))
     }
@@ -250,13 +237,13 @@ impl AxisOps for GroupAxis {
             ExchangeKind::AllGather => (own_len * degree, rank * own_len),
             _ => (own_len, 0),
         };
-        exchanges.issue(kind, exchanges.pool_of(kind).copy_to_buffer(device, values, start, len)?)
+        exchanges.issue(kind, exchanges.pool().copy_to_buffer(device, values, start, len)?)
     }
 
     fn finish(&self, device: &Device, exchange: PendingExchange, result: ViewMut<'_>) -> Result<()> {
         let exchanges = self.exchanges_of(result.dtype());
         let (vector, len, kind) = exchanges.finish_exchange(device, exchange, &mut self.waiting())?;
-        exchanges.pool_of(kind).copy_from_buffer(
+        exchanges.pool().copy_from_buffer(
             device,
             vector,
             len,
@@ -283,7 +270,7 @@ impl AxisOps for GroupAxis {
         if let Some(memory) = term.exchange_memory() {
             let len = term.shape().num_elements();
             return exchanges
-                .issue(kind, Buffer::on_device(memory, term.dtype(), len, device.record_event()));
+                .issue(kind, Buffer::on_device(memory, term.dtype(), len).after(device.record_event()));
         }
         // Only memory of this pool is exchanged in place. Other lent memory, such as files for activations that exceed the budget, is
         // copied.
@@ -304,7 +291,7 @@ impl AxisOps for GroupAxis {
         let exchanges = self.exchanges_of(dtype);
         let (vector, len, kind) = exchanges.finish_exchange(device, exchange, &mut self.waiting())?;
         let start = exchanges.result_start(kind, shape);
-        let is_in_place = exchanges.pool_of(kind).is_on_device() && len == shape.num_elements();
+        let is_in_place = exchanges.pool().is_on_device() && len == shape.num_elements();
         if is_in_place {
             device.wait_for(&vector.event());
             // A failed operation returns other memory.
@@ -315,7 +302,7 @@ impl AxisOps for GroupAxis {
         }
         if !device.reaches_host() {
             let mut result = device.empty(shape, dtype, Category::Activations)?;
-            exchanges.pool_of(kind).copy_from_buffer(device, vector, len, start, result.view_mut());
+            exchanges.pool().copy_from_buffer(device, vector, len, start, result.view_mut());
             return Ok(result);
         }
         Ok(exchanges.memory.lend(vector.wait(), start..start + shape.num_elements(), shape))

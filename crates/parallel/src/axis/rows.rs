@@ -2,7 +2,7 @@
 
 use super::{DtypeExchanges, Result, lock};
 use crate::error::ParallelError;
-use crate::memory::WaitTracker;
+use crate::memory::{Pool, WaitTracker};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -67,7 +67,7 @@ impl DtypeExchanges {
         runs: ExchangedRuns,
         values: View<'_>,
     ) -> Result<PendingExchange> {
-        let (group, degree) = (self.messages.group(), self.axis_rank().degree);
+        let (group, degree) = (self.pool().group(), self.axis_rank().degree);
         let hosts = group.hosts();
         let has_many = hosts.ranks_per_host().is_some_and(|num_ranks| num_ranks >= HIERARCHICAL_RANKS_MIN);
         let is_short = runs.even_len * self.dtype().size() < HIERARCHICAL_BYTES_MAX;
@@ -83,7 +83,7 @@ impl DtypeExchanges {
         };
         let mut free = Vec::with_capacity(num_buffers);
         for _ in 0..num_buffers {
-            free.push(self.messages.take_buffer(buffer_len)?);
+            free.push(self.pool().take_buffer(buffer_len)?);
         }
         let num_rounds = runs.lens.iter().max().map_or(0, |len| len.div_ceil(piece_len(self.dtype())));
         let mut started = RowExchange {
@@ -135,7 +135,7 @@ impl DtypeExchanges {
         assert_eq!(started.next_round, end, "all was sent");
         self.finish_rounds_before(device, &mut started, end, result, waiting)?;
         let RowExchange { free, buffer_len, .. } = started;
-        free.into_iter().for_each(|buffer| self.messages.release_buffer(buffer_len, buffer));
+        free.into_iter().for_each(|buffer| self.pool().release_buffer(buffer_len, buffer));
         Ok(())
     }
 
@@ -173,7 +173,7 @@ impl DtypeExchanges {
     fn start_messages(&self, device: &Device, started: &mut RowExchange, values: View<'_>) {
         let AxisRank { rank, degree } = self.axis_rank();
         let (round, len) = (started.next_round, started.buffer_len);
-        let group = self.messages.group();
+        let group = self.pool().group();
         for distance in 1..degree {
             let (to, from) = ((rank + distance) % degree, (rank + degree - distance) % degree);
             let part =
@@ -181,12 +181,12 @@ impl DtypeExchanges {
             let (sent, received) = (part(rank, to), part(from, rank));
             if !sent.is_empty() {
                 let (mut buffer, num_sent) = (started.take_buffer(), sent.len());
-                started.copy_in(device, values, to, sent, &mut buffer, 0);
-                let work = group.send_first(Buffer::pending(buffer, self.dtype(), len), num_sent, Rank(to));
+                started.copy_in(self.pool(), device, values, to, sent, &mut buffer, 0);
+                let work = group.send_first(self.pool().pass_on(device, buffer, len), num_sent, Rank(to));
                 started.in_flight.push_back((round, Transfer::Send(work)));
             }
             if !received.is_empty() {
-                let buffer = Buffer::pending(started.take_buffer(), self.dtype(), len);
+                let buffer = self.pool().pass_on(device, started.take_buffer(), len);
                 let work = group.receive_first(buffer, received.len(), Rank(from));
                 started.in_flight.push_back((round, Transfer::Receive { work, from, part: received }));
             }
@@ -203,12 +203,12 @@ impl DtypeExchanges {
         for to in 0..degree {
             let part = piece(self.dtype(), started.runs.lens[rank * degree + to], round);
             let num_sent = part.len();
-            started.copy_in(device, values, to, part, &mut input, at);
+            started.copy_in(self.pool(), device, values, to, part, &mut input, at);
             at += num_sent;
         }
         let [input, output] = [input, started.take_buffer()]
-            .map(|buffer| Buffer::pending(buffer, self.dtype(), started.buffer_len));
-        let work = self.messages.group().all_to_all_variable_by_hosts(input, output, lens);
+            .map(|buffer| self.pool().pass_on(device, buffer, started.buffer_len));
+        let work = self.pool().group().all_to_all_variable_by_hosts(input, output, lens);
         started.in_flight.push_back((round, Transfer::Hierarchical(work)));
     }
 
@@ -231,7 +231,7 @@ impl DtypeExchanges {
                 }
                 Transfer::Receive { work, from, part } => {
                     let mut buffer = waiting.wait_on_device(work, self.dtype(), len, device)?;
-                    started.copy_out(device, &mut buffer, 0, from, part, result.reborrow());
+                    started.copy_out(self.pool(), device, &mut buffer, 0, from, part, result.reborrow());
                     started.return_buffer(device, buffer);
                 }
                 Transfer::Hierarchical(work) => {
@@ -240,7 +240,7 @@ impl DtypeExchanges {
                     for from in 0..degree {
                         let part = piece(self.dtype(), started.runs.lens[from * degree + rank], round);
                         let num_received = part.len();
-                        started.copy_out(device, &mut output, at, from, part, result.reborrow());
+                        started.copy_out(self.pool(), device, &mut output, at, from, part, result.reborrow());
                         at += num_received;
                     }
                     started.return_buffer(device, input.into_memory().map_err(ParallelError::from)?);
@@ -266,6 +266,7 @@ impl RowExchange {
     /// Copies `part` of the elements that are sent to rank `to` into a buffer, starting at element `at` of the buffer.
     fn copy_in(
         &self,
+        pool: &Pool,
         device: &Device,
         values: View<'_>,
         to: usize,
@@ -275,13 +276,14 @@ impl RowExchange {
     ) {
         for (place, run) in ExchangedRuns::within(&self.runs.sent[to], part) {
             let values = values.part(run.start, [run.len()].into());
-            device.download_async(values, buffer, (at + place) * values.dtype().size());
+            pool.copy_in(device, values, buffer, (at + place) * values.dtype().size());
         }
     }
 
     /// Copies `part` of the elements that are received from rank `from` out of a buffer, starting at element `at` of the buffer.
     fn copy_out(
         &self,
+        pool: &Pool,
         device: &Device,
         buffer: &mut Pending<Buffer<Untyped>>,
         at: usize,
@@ -291,7 +293,7 @@ impl RowExchange {
     ) {
         for (place, run) in ExchangedRuns::within(&self.runs.received[from], part) {
             let result = result.reborrow().into_part(run.start, [run.len()].into());
-            device.upload_async(buffer, (at + place) * result.dtype().size(), result);
+            pool.copy_out(device, buffer, (at + place) * result.dtype().size(), result);
         }
     }
 }

@@ -31,8 +31,7 @@ impl PendingMessages {
     pub(super) fn new(ranks: &RankGrid, num_microbatches: usize, device: &Device) -> Self {
         let none = || (0..num_microbatches).map(|_| None).collect();
         PendingMessages {
-            pool: Pool::new(ranks.pipeline(), device, DType::F32, Category::Communication, false)
-                .with_buffers(),
+            pool: Pool::new(ranks.pipeline(), device, DType::F32, Category::Communication, false),
             sent: VecDeque::with_capacity(SENDS_MAX + 1),
             incoming: [none(), none(), none()],
         }
@@ -49,10 +48,11 @@ impl PendingMessages {
         let num_words = tensors.specs().map(|spec| spec.num_words()).sum();
         let (mut buffer, mut first) = (self.pool.take_buffer(num_words)?, 0);
         for ((_, tensor), spec) in tensors.iter().zip(tensors.specs()) {
-            self.pool.device().download_async(tensor.view(), &mut buffer, first * size_of::<f32>());
+            self.pool.copy_in(self.pool.device(), tensor.view(), &mut buffer, first * size_of::<f32>());
             first += spec.num_words();
         }
-        self.sent.push_back(self.pool.group().send(Buffer::pending(buffer, DType::F32, num_words), Rank(to)));
+        let buffer = self.pool.pass_on(self.pool.device(), buffer, num_words);
+        self.sent.push_back(self.pool.group().send(buffer, Rank(to)));
         Ok(())
     }
 
@@ -81,7 +81,7 @@ impl PendingMessages {
     }
 
     pub(super) fn receive(&self, len: usize, from: usize) -> Result<Incoming> {
-        let buffer = Buffer::pending(self.pool.take_buffer(len)?, DType::F32, len);
+        let buffer = self.pool.pass_on(self.pool.device(), self.pool.take_buffer(len)?, len);
         Ok(Incoming { work: self.pool.group().receive(buffer, Rank(from)), len })
     }
 
@@ -97,7 +97,7 @@ impl PendingMessages {
         let (mut tensors, mut first) = (Bundle::new(), 0);
         for spec in specs {
             let mut tensor = device.empty(spec.shape, spec.dtype, Category::Activations)?;
-            device.upload_async(&mut buffer, first * size_of::<f32>(), tensor.view_mut());
+            self.pool.copy_out(device, &mut buffer, first * size_of::<f32>(), tensor.view_mut());
             tensors.push(spec.name, tensor);
             first += spec.num_words();
         }

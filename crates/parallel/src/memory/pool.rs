@@ -119,8 +119,13 @@ impl Pool {
         if self.memory == PoolMemory::Group { len } else { 0 }
     }
 
-    /// Returns group memory for `len` elements, with unspecified contents. Allocates no device memory.
+    /// Returns memory that the group exchanges, for `len` elements with unspecified contents.
     pub(crate) fn take_buffer(&self, len: usize) -> Result<Pending<Buffer<Untyped>>> {
+        if self.is_on_device() && len > 0 {
+            let tensor = self.device().exchange_tensor([len].into(), self.dtype, self.category)?;
+            let memory = tensor.exchange_memory().expect("it is for exchanges");
+            return Ok(Pending::new(Buffer::on_device(memory, self.dtype, len)));
+        }
         let mut free = self.shared.free.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(index) = free.iter().position(|(other, _)| *other == len) {
             return Ok(free.swap_remove(index).1);
@@ -139,24 +144,78 @@ impl Pool {
     #[track_caller]
     pub(crate) fn wrap_received(
         &self,
-        buffer: Pending<Buffer<Untyped>>,
+        mut buffer: Pending<Buffer<Untyped>>,
         len: usize,
     ) -> Result<ExchangeVector> {
+        if let Some(tensor) = self.on_device(&mut buffer, self.dtype) {
+            return Ok(ExchangeVector { buffer: self.take_buffer(0)?, device_tensor: Some(tensor) });
+        }
         let part = DevicePart { device_tensor: self.take_device_tensor(len)?, arriving: 0..len };
         Ok(ExchangeVector::end_exchange(buffer, part, self.device()))
-    }
-
-    /// Returns a buffer of `len` elements, with unspecified contents, for the group to fill.
-    pub(crate) fn take_receiving(&self, len: usize) -> Result<Buffer<Untyped>> {
-        Ok(match self.memory {
-            PoolMemory::Device => self.take(len)?.begin_exchange(self.device(), 0..0, 0..0).0,
-            PoolMemory::None | PoolMemory::Group => Buffer::pending(self.take_buffer(len)?, self.dtype, len),
-        })
     }
 
     /// Whether vectors are exchanged in memory of the device.
     pub(crate) fn is_on_device(&self) -> bool {
         self.memory == PoolMemory::Device
+    }
+
+    /// Returns the elements of a buffer as a tensor, if they are in memory of the device. Blocks until the group does not use it. A failed
+    /// operation has returned host memory.
+    fn on_device(&self, buffer: &mut Pending<Buffer<Untyped>>, dtype: DType) -> Option<Tensor> {
+        // `wait_mut` would panic.
+        if !self.is_on_device() || buffer.event().outcome().is_err() {
+            return None;
+        }
+        let memory = buffer.wait_mut().device_memory()?;
+        let len = memory.num_bytes() / dtype.size();
+        Some(Tensor::from_exchange_memory(memory, [len].into(), dtype))
+    }
+
+    /// Copies `values` into a buffer, from byte `at` on, after the kernels that have been issued.
+    pub(crate) fn copy_in(
+        &self,
+        device: &Device,
+        values: View<'_>,
+        buffer: &mut Pending<Buffer<Untyped>>,
+        at: usize,
+    ) {
+        match self.on_device(buffer, DType::U8) {
+            Some(mut bytes) => {
+                let values = values.as_bytes();
+                device.copy(values, bytes.view_mut().into_part(at, values.shape()));
+            }
+            None => device.download_async(values, buffer, at),
+        }
+    }
+
+    /// Copies elements from byte `at` of an exchanged buffer on to `result`. Kernels that read it must wait for the buffer's event.
+    pub(crate) fn copy_out(
+        &self,
+        device: &Device,
+        buffer: &mut Pending<Buffer<Untyped>>,
+        at: usize,
+        result: ViewMut<'_>,
+    ) {
+        match self.on_device(buffer, DType::U8) {
+            Some(bytes) => {
+                let result = result.into_bytes();
+                device.copy(bytes.view().part(at, result.shape()), result);
+            }
+            None => device.upload_async(buffer, at, result),
+        }
+    }
+
+    /// Passes a buffer of `len` elements to the group, which accesses it after the kernels and copies that have been issued.
+    pub(crate) fn pass_on(
+        &self,
+        device: &Device,
+        mut buffer: Pending<Buffer<Untyped>>,
+        len: usize,
+    ) -> Buffer<Untyped> {
+        match self.on_device(&mut buffer, self.dtype) {
+            Some(_) => buffer.wait().after(device.record_event()),
+            None => Buffer::pending(buffer, self.dtype, len),
+        }
     }
 
     /// Returns a buffer of `len` elements for the group to exchange. `values` are copied into it from element `at` on, after the kernels
@@ -168,14 +227,9 @@ impl Pool {
         at: usize,
         len: usize,
     ) -> Result<Buffer<Untyped>> {
-        if self.memory == PoolMemory::Device {
-            let mut vector = self.take(len)?;
-            device.copy(values, vector.view_mut().into_part(at, values.shape()));
-            return Ok(vector.begin_exchange(device, 0..0, 0..0).0);
-        }
         let mut buffer = self.take_buffer(len)?;
-        device.download_async(values, &mut buffer, at * self.dtype.size());
-        Ok(Buffer::pending(buffer, self.dtype, len))
+        self.copy_in(device, values, &mut buffer, at * self.dtype.size());
+        Ok(self.pass_on(device, buffer, len))
     }
 
     /// Copies the exchanged elements that start at element `at` of a buffer of `len` elements to `result`, for kernels issued later.
@@ -189,16 +243,7 @@ impl Pool {
         at: usize,
         result: ViewMut<'_>,
     ) {
-        if self.memory == PoolMemory::Device {
-            device.wait_for(&buffer.event());
-            // A failed operation returns other memory.
-            if let Some(memory) = buffer.wait().device_memory() {
-                let vector = Tensor::from_exchange_memory(memory, [len].into(), self.dtype);
-                device.copy(vector.view().part(at, result.shape()), result);
-            }
-            return;
-        }
-        device.upload_async(&mut buffer, at * self.dtype.size(), result);
+        self.copy_out(device, &mut buffer, at * self.dtype.size(), result);
         device.wait_for(&buffer.event());
         self.release_buffer(len, buffer);
     }

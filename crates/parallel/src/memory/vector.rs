@@ -100,7 +100,7 @@ impl ExchangeVector {
         };
         if let Some(memory) = own.exchange_memory() {
             let (dtype, len) = (own.dtype(), own.shape().num_elements());
-            let exchanged = Buffer::on_device(memory, dtype, len, device.record_event());
+            let exchanged = Buffer::on_device(memory, dtype, len).after(device.record_event());
             return (exchanged, DevicePart { device_tensor: Some(own), arriving: 0..0 });
         }
         let has_buffer = buffer.get().is_none_or(|buffer| !buffer.is_empty());

@@ -133,7 +133,7 @@ impl ReplicatedParameters {
             let buffer = if is_first {
                 pool.copy_to_buffer(device, own.reborrow().as_view(), 0, len)?
             } else {
-                pool.take_receiving(len)?
+                pool.pass_on(device, pool.take_buffer(len)?, len)
             };
             let buffer =
                 waiting.wait_on_device(group.broadcast(buffer, Rank::ROOT), pool.dtype(), len, device)?;

@@ -9,7 +9,8 @@ use crate::kernels::{Operand, OperandMut};
 use std::panic::Location;
 use std::sync::Arc;
 use trireme_base::{
-    Category, DType, DeviceCommunicator, DeviceMemory, DeviceTransport, DeviceTransportError, Event, Rank,
+    Category, DType, DeviceCommunicator, DeviceCommunicatorId, DeviceMemory, DeviceTransport,
+    DeviceTransportError, Event, Rank,
 };
 
 /// The transport of a device that only counts: allocates memory, but communicates nothing.
@@ -17,13 +18,13 @@ use trireme_base::{
 struct CountingTransport(Arc<Arena>);
 
 impl DeviceTransport for CountingTransport {
-    fn create_id(&self) -> Result<Vec<u8>, DeviceTransportError> {
+    fn create_id(&self) -> Result<DeviceCommunicatorId, DeviceTransportError> {
         unreachable!("dry groups do not communicate")
     }
 
     fn join(
         &self,
-        _id: &[u8],
+        _id: &DeviceCommunicatorId,
         _rank: Rank,
         _world_size: usize,
     ) -> Result<Box<dyn DeviceCommunicator>, DeviceTransportError> {

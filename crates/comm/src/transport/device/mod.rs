@@ -21,7 +21,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use steps::DeviceSteps;
 use trireme_base::{
-    DeviceCommunicator, DeviceMemory, DeviceSpan, DeviceStep, DeviceTransport, DeviceTransportError, Rank,
+    DeviceCommunicator, DeviceCommunicatorId, DeviceMemory, DeviceSpan, DeviceStep, DeviceTransport,
+    DeviceTransportError, Rank,
 };
 
 /// Time between two checks of an operation that is running.
@@ -40,6 +41,11 @@ pub(crate) struct GroupDevices {
 }
 
 impl GroupDevices {
+    /// The transport of attached devices.
+    pub(crate) fn transport(&self) -> &dyn DeviceTransport {
+        &**self.transport.get().expect("memory of devices is of attached ones")
+    }
+
     /// The devices of the same ranks, for another group of the world.
     pub(crate) fn of_other_group(&self) -> Self {
         GroupDevices { transport: Arc::clone(&self.transport), scratch: Arc::default() }
@@ -87,13 +93,11 @@ impl DeviceCollectives {
 
     /// Joins the communicator of the group's ranks.
     fn join(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
-        let transport =
-            Arc::clone(self.devices.transport.get().expect("memory of devices is of attached ones"));
         let mut blocks = vec![Vec::new(); self.world_size];
         let mut own_failure = None;
         if self.rank == Rank::ROOT {
-            match transport.create_id() {
-                Ok(id) => blocks[0] = id,
+            match self.devices.transport().create_id() {
+                Ok(id) => blocks[0] = id.to_vec(),
                 Err(failure) => own_failure = Some(failure.to_string()),
             }
         }
@@ -102,11 +106,11 @@ impl DeviceCollectives {
         let Payload::Blocks(blocks) = blocks else {
             unreachable!("an operation gives back the payload it took")
         };
-        if blocks[0].is_empty() {
+        let Ok(id) = DeviceCommunicatorId::try_from(&*blocks[0]) else {
             let cause = own_failure.unwrap_or_else(|| "rank 0 could not create a communicator".to_owned());
             return Err(call.device_transport_failed(cause));
-        }
-        let joined = transport.join(&blocks[0], self.rank, self.world_size);
+        };
+        let joined = self.devices.transport().join(&id, self.rank, self.world_size);
         self.communicator = Some(joined.map_err(|failure| reason_of_failure(call, control, failure))?);
         self.wait(call, control)
     }

@@ -19,8 +19,8 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::{
-    Category, DType, DeviceCommunicator, DeviceMemory, DeviceSpan, DeviceStep, DeviceTransport,
-    DeviceTransportError, Rank, ReduceOp,
+    Category, DType, DeviceCommunicator, DeviceCommunicatorId, DeviceMemory, DeviceSpan, DeviceStep,
+    DeviceTransport, DeviceTransportError, Rank, ReduceOp,
 };
 
 /// `ncclSuccess` and `ncclInProgress`.
@@ -57,29 +57,24 @@ fn library_error(error: CudaError) -> DeviceTransportError {
 }
 
 impl DeviceTransport for Nccl {
-    fn create_id(&self) -> Result<Vec<u8>, DeviceTransportError> {
+    fn create_id(&self) -> Result<DeviceCommunicatorId, DeviceTransportError> {
         let mut id = nccl::ncclUniqueId { internal: [0; 128] };
         let created = self.cuda.context.enter().and_then(|()| {
             // SAFETY: writes an identifier.
             unsafe { call!(self.api, ncclGetUniqueId(&mut id)) }
         });
         created.map_err(library_error)?;
-        Ok(id.internal.iter().map(|&byte| byte as u8).collect())
+        Ok(id.internal.map(|byte| byte as u8))
     }
 
     fn join(
         &self,
-        id: &[u8],
+        id: &DeviceCommunicatorId,
         rank: Rank,
         world_size: usize,
     ) -> Result<Box<dyn DeviceCommunicator>, DeviceTransportError> {
-        let mut internal: [c_char; 128] = [0; 128];
-        if id.len() != internal.len() {
-            let what = format!("an identifier of NCCL has 128 bytes, not {}", id.len());
-            return Err(DeviceTransportError::Library(what));
-        }
-        internal.iter_mut().zip(id).for_each(|(to, &from)| *to = from as c_char);
-        let communicator = Communicator::join(self, nccl::ncclUniqueId { internal }, rank, world_size);
+        let id = nccl::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
+        let communicator = Communicator::join(self, id, rank, world_size);
         Ok(Box::new(communicator.map_err(library_error)?))
     }
 

@@ -1,0 +1,90 @@
+//! Messages in memory of devices.
+//!
+//! Such a message has a frame on the link, too, by which ranks find that their messages differ. The first frame of a lane carries the
+//! identifier of a communicator of the two ranks, and later ones carry nothing. When the frame is through, the devices transfer the
+//! vector. Each direction has a communicator of its own, so that messages of both directions do not wait for each other.
+
+use crate::CommError;
+use crate::call::Call;
+use crate::recorder::Direction;
+use std::time::Duration;
+use trireme_base::{
+    DeviceCommunicator, DeviceCommunicatorId, DeviceSpan, DeviceStep, DeviceTransport, DeviceTransportError,
+    Rank,
+};
+
+/// Time between two checks of a transfer.
+pub(super) const POLL_INTERVAL: Duration = Duration::from_micros(50);
+
+/// The ranks of a lane's communicator.
+const SENDER: Rank = Rank(0);
+const RECEIVER: Rank = Rank(1);
+
+/// The messages from one rank to another, as one of the two sees them.
+#[derive(Default)]
+pub(super) struct DeviceLane {
+    /// The payload of the first frame. Of the sender, `None` until it is created.
+    id: Option<Box<DeviceCommunicatorId>>,
+    communicator: Option<Box<dyn DeviceCommunicator>>,
+    /// Whether the devices transfer the first message of the lane.
+    pub(super) is_transferring: bool,
+}
+
+impl DeviceLane {
+    /// Returns the payload of the next frame: to send, or to fill.
+    pub(super) fn frame(
+        &mut self,
+        direction: Direction,
+        transport: &dyn DeviceTransport,
+    ) -> Result<&mut [u8], DeviceTransportError> {
+        if self.communicator.is_some() {
+            return Ok(&mut []);
+        }
+        if self.id.is_none() {
+            self.id = Some(Box::new(match direction {
+                Direction::Send => transport.create_id()?,
+                Direction::Receive => [0; _],
+            }));
+        }
+        Ok(self.id.as_mut().expect("it was created").as_mut_slice())
+    }
+
+    /// Starts to transfer a vector whose frame is through.
+    pub(super) fn begin(
+        &mut self,
+        direction: Direction,
+        span: DeviceSpan,
+        transport: &dyn DeviceTransport,
+    ) -> Result<(), DeviceTransportError> {
+        let (own, step) = match direction {
+            Direction::Send => (SENDER, DeviceStep::Send { from: span, to: RECEIVER }),
+            Direction::Receive => (RECEIVER, DeviceStep::Receive { to: span, from: SENDER }),
+        };
+        let communicator = match &mut self.communicator {
+            Some(communicator) => communicator,
+            None => {
+                let id = self.id.take().expect("the first frame has it");
+                self.communicator.insert(transport.join(&id, own, 2)?)
+            }
+        };
+        communicator.issue(Vec::from([step]))?;
+        self.is_transferring = true;
+        Ok(())
+    }
+
+    /// Returns whether the transfer is complete.
+    pub(super) fn is_done(&mut self) -> Result<bool, DeviceTransportError> {
+        let communicator = self.communicator.as_mut().expect("a transfer was started");
+        let is_done = communicator.is_done()?;
+        self.is_transferring &= !is_done;
+        Ok(is_done)
+    }
+}
+
+/// Returns the failure of a message.
+pub(super) fn failure(call: &Call, failure: DeviceTransportError) -> CommError {
+    match failure {
+        DeviceTransportError::Device(cause) => CommError::DeviceFailed { cause },
+        DeviceTransportError::Library(cause) => call.device_transport_failed(cause),
+    }
+}
