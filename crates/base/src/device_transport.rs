@@ -4,7 +4,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Memory of a device that the ranks of a group can exchange without a copy to the host. Dropping the last handle frees it.
+/// Memory of a device that the ranks of a group can exchange without a copy to the host. Dropping the last handle frees it. `Any` lets the
+/// device recover its own type.
 pub trait DeviceMemory: Any + Send + Sync + fmt::Debug {
     /// Size in bytes.
     fn num_bytes(&self) -> usize;
@@ -15,7 +16,7 @@ pub trait DeviceMemory: Any + Send + Sync + fmt::Debug {
 pub struct DeviceSpan {
     /// The memory.
     pub memory: Arc<dyn DeviceMemory>,
-    /// The bytes.
+    /// Range in bytes within the memory.
     pub range: Range<usize>,
 }
 
@@ -25,7 +26,7 @@ impl DeviceSpan {
         DeviceSpan { memory: Arc::clone(memory), range: 0..memory.num_bytes() }
     }
 
-    /// The bytes `range` of this span.
+    /// Returns the bytes `range`, relative to this span.
     ///
     /// # Panics
     /// If the range exceeds the span.
@@ -135,13 +136,13 @@ pub trait DeviceTransport: Send + Sync + fmt::Debug {
     /// Creates the identifier of a new communicator. One rank calls it, and sends the identifier to the others.
     ///
     /// # Errors
-    /// What the library reports.
+    /// If the library fails.
     fn create_id(&self) -> Result<DeviceCommunicatorId, DeviceTransportError>;
 
-    /// Begins to join the communicator of an identifier, which all of its ranks join.
+    /// Starts to join the communicator `id` as `rank` of `world_size` ranks, all of which must join.
     ///
     /// # Errors
-    /// What the library reports.
+    /// If the library or the device fails.
     fn join(
         &self,
         id: &DeviceCommunicatorId,
@@ -149,31 +150,33 @@ pub trait DeviceTransport: Send + Sync + fmt::Debug {
         world_size: usize,
     ) -> Result<Box<dyn DeviceCommunicator>, DeviceTransportError>;
 
-    /// Allocates memory for intermediate results, with unspecified contents.
+    /// Allocates memory for intermediate results, with unspecified contents. Blocks until the kernels that were issued before have run.
     ///
     /// # Errors
-    /// If there is not enough memory; the message says so.
-    fn allocate(&self, num_bytes: usize) -> Result<Arc<dyn DeviceMemory>, String>;
+    /// If there is not enough memory, or if the device fails.
+    fn allocate(&self, num_bytes: usize) -> Result<Arc<dyn DeviceMemory>, DeviceTransportError>;
 
-    /// Returns whether reductions of this type are supported.
-    fn reduces(&self, dtype: DType) -> bool;
+    /// Returns whether devices can reduce elements of this type.
+    fn can_reduce(&self, dtype: DType) -> bool;
 }
 
 /// The place of a rank among the devices of a group. All ranks issue the same operations in the same order.
 pub trait DeviceCommunicator: Send {
-    /// Returns whether the communicator has joined, and everything that was issued has run. Does not block.
+    /// Issues steps that are still queued, as far as the library accepts them, and returns whether the communicator has joined and all
+    /// steps have run. Does not block. The caller polls until it returns true.
     ///
     /// # Errors
-    /// What the library reports, such as the loss of a peer.
-    fn is_done(&mut self) -> Result<bool, DeviceTransportError>;
+    /// If the library or the device fails, for example because a peer was lost. The communicator can only be aborted and dropped then.
+    fn poll(&mut self) -> Result<bool, DeviceTransportError>;
 
-    /// Issues the steps of an operation. The communicator keeps their memory until they have run.
+    /// Queues the steps of an operation, and issues them as far as the library accepts them; [`poll`](DeviceCommunicator::poll) issues the
+    /// rest. The communicator keeps their memory until they have run.
     ///
     /// # Errors
-    /// What the library reports. The communicator can only be dropped then.
+    /// As [`poll`](DeviceCommunicator::poll).
     ///
     /// # Panics
-    /// If earlier steps have not [run](DeviceCommunicator::is_done), or if memory is of another device.
+    /// If earlier steps have not run, or if memory is of another device.
     fn issue(&mut self, steps: Vec<DeviceStep>) -> Result<(), DeviceTransportError>;
 
     /// Ends all steps that have not run, without the peers. No step writes memory afterwards.

@@ -108,6 +108,9 @@ fn comm(error: &CommError) -> Option<&'static str> {
         CommError::Interface { .. } => {
             "check [comm] interface, TRIREME_INTERFACE, NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
         }
+        CommError::DeviceTransport { .. } => {
+            "set NCCL_DEBUG=WARN to see NCCL's messages, or set [comm] nccl = \"never\" to exchange data through host memory"
+        }
         CommError::ListenForPeers { .. } => "check [comm] interface, and widen [comm] ports if none is free",
         _ => return None,
     })

@@ -79,7 +79,8 @@ impl<T: BufferElement> Buffer<T> {
         }
     }
 
-    /// Creates a vector of `len` elements of `dtype` in memory of a device that is [attached](crate::Group::attach_devices) to the group.
+    /// Creates a vector of `len` elements of `dtype` in memory of a device, for a group with a [device
+    /// transport](crate::Group::set_device_transport).
     /// The caller must not access it during an operation.
     ///
     /// # Panics

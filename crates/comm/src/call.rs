@@ -5,7 +5,7 @@ use crate::{CommError, Operation};
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use trireme_base::Rank;
+use trireme_base::{DeviceTransportError, Rank};
 
 /// The operation that this rank is executing, with its sequence number, start and timeout. Passed to the transport.
 pub(crate) struct Call {
@@ -53,8 +53,13 @@ impl Call {
         CommError::Wait { operation: self.operation, sequence: self.sequence, source: Arc::new(source) }
     }
 
-    pub(crate) fn device_transport_failed(&self, cause: String) -> CommError {
-        CommError::DeviceTransport { operation: self.operation, sequence: self.sequence, cause }
+    pub(crate) fn device_failure(&self, failure: DeviceTransportError) -> CommError {
+        match failure {
+            DeviceTransportError::Device(cause) => CommError::DeviceFailed { cause },
+            DeviceTransportError::Library(cause) => {
+                CommError::DeviceTransport { operation: self.operation, sequence: self.sequence, cause }
+            }
+        }
     }
 
     /// The failure of this operation if `own` issued it and `rank` issued `theirs` instead.
@@ -85,6 +90,17 @@ pub(crate) enum BlockLens {
 }
 
 impl BlockLens {
+    /// Numbers of elements that `rank` sends to each rank, and receives from each.
+    pub(crate) fn of_rank(&self, rank: Rank, world_size: usize) -> [Vec<usize>; 2] {
+        match self {
+            BlockLens::Own(lens) => lens.clone(),
+            BlockLens::All(lens) => {
+                let sent = lens[rank.0 * world_size..][..world_size].to_vec();
+                [sent, lens.iter().skip(rank.0).step_by(world_size).copied().collect()]
+            }
+        }
+    }
+
     /// Numbers of elements that `rank` sends and receives in total.
     pub(crate) fn totals(&self, rank: Rank, world_size: usize) -> [usize; 2] {
         match self {

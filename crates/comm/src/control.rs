@@ -211,16 +211,22 @@ impl Control {
 
     /// Determines why the data connection to `rank` broke: the reason that the rank reports, or else that it is lost.
     pub(crate) fn reason_of_break(&mut self, rank: Rank, call: &Call) -> CommError {
+        self.awaited_failure(Some(rank), call).unwrap_or_else(|| call.peer_lost(rank))
+    }
+
+    /// Waits up to [`REASON_WAIT`] for a notice that ends `call`; given a `rank`, only while that rank is connected. Returns the failure, if
+    /// there is one.
+    pub(crate) fn awaited_failure(&mut self, rank: Option<Rank>, call: &Call) -> Option<CommError> {
         let deadline = Instant::now() + REASON_WAIT;
         loop {
-            // The reason may have arrived before the break.
+            // The reason may have arrived before.
             if let Err(failure) = self.check(call) {
-                return failure;
+                return Some(failure);
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            let may_say_more = matches!(self.peers[rank.0].link, ControlLink::Connected(_));
-            if !may_say_more || left.is_zero() || self.is_readable(left).is_err() {
-                return call.peer_lost(rank);
+            let is_connected = |rank: Rank| matches!(self.peers[rank.0].link, ControlLink::Connected(_));
+            if !rank.is_none_or(is_connected) || left.is_zero() || self.is_readable(left).is_err() {
+                return None;
             }
         }
     }

@@ -3,7 +3,7 @@
 use crate::recorder::FlightRecorder;
 use crate::rendezvous::{self, SplitContext};
 use crate::transport::GroupConnections;
-use crate::transport::device::GroupDevices;
+use crate::transport::device::DeviceResources;
 use crate::transport::link::Connection;
 use crate::{CommError, Group, GroupOptions, JoinOptions};
 use std::os::unix::net::UnixStream;
@@ -59,8 +59,15 @@ pub fn inproc_world_on(hosts: &[usize], options: &GroupOptions) -> Vec<Group> {
         };
         let recorder = FlightRecorder::new(Rank(rank), world_size);
         let world = recorder.group("world".to_owned(), Rank(rank), (0..world_size).map(Rank).collect());
-        Group::start(parts, SplitContext::inproc(), Arc::default(), GroupDevices::default(), options, world)
-            .expect("memory, file descriptors and a thread")
+        Group::start(
+            parts,
+            SplitContext::inproc(),
+            Arc::default(),
+            DeviceResources::default(),
+            options,
+            world,
+        )
+        .expect("memory, file descriptors and a thread")
     })
     .collect()
 }

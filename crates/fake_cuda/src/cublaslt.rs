@@ -2,7 +2,7 @@
 
 use crate::Out;
 use crate::driver::call;
-use crate::floats::{rounded, widened};
+use crate::floats::{rounded, rounded_bf16, widened, widened_bf16};
 use crate::stream::{Driver, Job};
 use cudarc::cublaslt::sys::cublasStatus_t::{self, *};
 use cudarc::driver::sys::CUresult;
@@ -75,7 +75,7 @@ impl Matrix {
             match self.layout.dtype {
                 Dtype::F32 => (self.start as *const f32).add(index).read(),
                 Dtype::F16 => widened((self.start as *const u16).add(index).read()),
-                Dtype::Bf16 => f32::from_bits(u32::from((self.start as *const u16).add(index).read()) << 16),
+                Dtype::Bf16 => widened_bf16((self.start as *const u16).add(index).read()),
             }
         }
     }
@@ -91,11 +91,7 @@ impl Matrix {
             match self.layout.dtype {
                 Dtype::F32 => (self.start as *mut f32).add(index).write(value),
                 Dtype::F16 => (self.start as *mut u16).add(index).write(rounded(value)),
-                Dtype::Bf16 => {
-                    let bits = value.to_bits();
-                    let up = if value.is_nan() { 0 } else { 0x7fff + (bits >> 16 & 1) };
-                    (self.start as *mut u16).add(index).write(((bits.wrapping_add(up)) >> 16) as u16);
-                }
+                Dtype::Bf16 => (self.start as *mut u16).add(index).write(rounded_bf16(value)),
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Conversions of f16.
+//! Conversions of f16 and bf16.
 
 /// Returns the value of the bits of an f16.
 pub(crate) fn widened(bits: u16) -> f32 {
@@ -30,4 +30,17 @@ pub(crate) fn rounded(value: f32) -> u16 {
     let fraction = (nearest / 2.0_f32.powi(exponent - 10)) as u16;
     // The leading bit of a normal number adds 1 to the exponent.
     sign | ((((exponent + 14) as u16) << 10) + fraction)
+}
+
+/// Returns the value of the bits of a bf16.
+pub(crate) fn widened_bf16(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+/// Returns the bits of the nearest bf16: of a pair of neighbors, the one with an even fraction. NaN stays NaN.
+pub(crate) fn rounded_bf16(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let nearest =
+        if value.is_nan() { bits | 0x40_0000 } else { bits.wrapping_add(0x7fff + (bits >> 16 & 1)) };
+    (nearest >> 16) as u16
 }

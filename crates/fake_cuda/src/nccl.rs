@@ -6,7 +6,7 @@
 
 use crate::Out;
 use crate::driver::{call, ordinal};
-use crate::floats::{rounded, widened};
+use crate::floats::{rounded, rounded_bf16, widened, widened_bf16};
 use crate::stream::Job;
 use cudarc::driver::sys::CUresult::{CUDA_ERROR_INVALID_VALUE, CUDA_SUCCESS};
 use std::cell::RefCell;
@@ -35,7 +35,7 @@ const GOODBYE: u64 = u64::MAX;
 
 const ID_BYTES: usize = 128;
 
-/// A communicator, as the process and the threads of its connections see it.
+/// The state of a communicator, shared with the threads of its connections.
 struct Communicator {
     rank: usize,
     world_size: usize,
@@ -270,7 +270,7 @@ impl Reduction {
         let value = |bytes: &[u8]| match self.dtype {
             7 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
             6 => widened(half(bytes)),
-            _ => f32::from_bits(u32::from(half(bytes)) << 16),
+            _ => widened_bf16(half(bytes)),
         };
         bytes.chunks(self.size()).map(value).collect()
     }
@@ -279,12 +279,7 @@ impl Reduction {
         match self.dtype {
             7 => value.to_le_bytes().to_vec(),
             6 => rounded(value).to_le_bytes().to_vec(),
-            _ => {
-                let bits = value.to_bits();
-                let nearest =
-                    if value.is_nan() { bits | 0x40_0000 } else { bits + 0x7fff + (bits >> 16 & 1) };
-                ((nearest >> 16) as u16).to_le_bytes().to_vec()
-            }
+            _ => rounded_bf16(value).to_le_bytes().to_vec(),
         }
     }
 

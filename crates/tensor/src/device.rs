@@ -433,8 +433,7 @@ impl Device {
     /// # Errors
     /// If NCCL cannot be used.
     pub fn transport(&self) -> Result<Option<Arc<dyn DeviceTransport>>> {
-        let transport = if self.is_gpu { Arc::clone(&self.backend).transport(&self.arena) } else { None };
-        Ok(transport.transpose()?)
+        if self.is_gpu { Arc::clone(&self.backend).transport(&self.arena) } else { Ok(None) }
     }
 
     /// Allocates a tensor of zeros.

@@ -100,7 +100,7 @@ impl Tensor {
     }
 
     /// Returns the memory of an [exchange tensor](crate::Device::exchange_tensor); `None` for other tensors. Kernels must not be issued on
-    /// it from the start of an exchange until they [wait](crate::Device::wait_for) for its end.
+    /// it from the start of an exchange until the kernels [wait](crate::Device::wait_for) for the end of the exchange.
     pub fn exchange_memory(&self) -> Option<Arc<dyn DeviceMemory>> {
         match &self.memory {
             Memory::Exchange(memory) => Some(Arc::clone(memory) as _),
@@ -160,7 +160,7 @@ impl Tensor {
         Tensor { shape, ..self }
     }
 
-    /// Frees the memory, and with it the contents, unless the memory is lent or for exchanges. Shape and dtype stay.
+    /// Frees the memory, and with it the contents, unless the memory is lent or allocated for exchanges. Shape and dtype stay.
     pub fn release(&mut self) {
         if let Memory::Block(block) = &mut self.memory {
             block.release();

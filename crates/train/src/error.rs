@@ -117,7 +117,9 @@ pub enum TrainError {
         /// Each fact that differs, with its values and their ranks.
         differences: Vec<String>,
     },
-    #[error("[comm] nccl is \"always\", but GPUs cannot exchange data by NCCL: {reason}")]
+    #[error(
+        "[comm] nccl is \"always\", but GPUs cannot exchange data by NCCL: {reason}; fix that, or set nccl = \"auto\" to exchange data through host memory"
+    )]
     NoNccl { reason: String },
     /// The first checkpoints would fill the disk.
     #[error(

@@ -36,23 +36,24 @@ pub(super) fn bounds(config: &Config, workers: Workers<'_>) -> MemoryBounds {
     }
 }
 
-/// Returns whether GPUs of workers will exchange data by NCCL: if the config does not forbid it, NCCL is installed, and each worker has a
-/// GPU of its own. A machine without GPUs is assumed to plan for one that has them, and NCCL.
+/// Returns whether the plan assumes that GPUs exchange data by NCCL: the config allows it, NCCL is installed and no two workers of this host
+/// share a GPU. Without a usable GPU here, assumes a machine with GPUs and NCCL.
 pub(super) fn uses_nccl(config: &Config, workers: Workers<'_>) -> bool {
     if config.training().device != DeviceName::Cuda || workers.world_size == 1 {
         return false;
     }
+    // The transport between hosts encrypts, and NCCL does not.
+    let needs_encryption =
+        config.comm().tls_certificate.is_some() && workers.local_world_size < workers.world_size;
+    let can_use = || {
+        let has_nccl = || CudaInstallation::from_environment().is_ok_and(|cuda| cuda.nccl_library().is_ok());
+        local_gpus(config, workers.local_world_size)
+            .map_or(true, |gpus| has_nccl() && (0..gpus.len()).all(|worker| num_sharing(&gpus, worker) == 1))
+    };
     match config.comm().nccl {
         NcclUse::Always => true,
         NcclUse::Never => false,
-        NcclUse::Auto => {
-            let has_nccl =
-                || CudaInstallation::from_environment().is_ok_and(|cuda| cuda.nccl_library().is_ok());
-            match local_gpus(config, workers.local_world_size) {
-                Ok(gpus) => has_nccl() && (0..gpus.len()).all(|worker| num_sharing(&gpus, worker) == 1),
-                Err(_) => true,
-            }
-        }
+        NcclUse::Auto => !needs_encryption && can_use(),
     }
 }
 

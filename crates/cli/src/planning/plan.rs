@@ -262,7 +262,7 @@ pub(super) fn dry_executor(
     if limits::uses_nccl(config, workers)
         && let Some(transport) = device.transport().map_err(TrainError::from)?
     {
-        group.attach_devices(transport);
+        group.set_device_transport(transport);
     }
     Ok(new_executor(config, model, profile.clone(), program, group, &device)?)
 }

@@ -218,9 +218,10 @@ fn a_gpu_that_is_lost_is_named() {
     }
 }
 
-/// Returns a run of two workers with a GPU each, or with `num_gpus`.
-fn two_workers(fixture: &Fixture, num_gpus: &str, keys: &str) -> Option<Command> {
-    let arguments = format!("train tiny.toml --workers 2 --set training.device=cuda --resume never {keys}");
+/// Returns a run of two workers, unless `keys` say otherwise, on `num_gpus`.
+fn gpu_run(fixture: &Fixture, num_gpus: &str, keys: &str) -> Option<Command> {
+    let workers = if keys.contains("--workers") { "" } else { "--workers 2" };
+    let arguments = format!("train tiny.toml {workers} --set training.device=cuda --resume never {keys}");
     let mut command = with_cuda(fixture, &arguments)?;
     command.env("FAKE_CUDA_GPUS", num_gpus);
     Some(command)
@@ -233,7 +234,7 @@ const STAGED_NOTICE: &str = "note: GPUs exchange data through the memory of thei
 fn nccl_keeps_the_order_of_sums_if_it_must() {
     let fixture = Fixture::with_corpus();
     let losses = |num_gpus: &str, keys: &str| {
-        let output = Running::start(two_workers(&fixture, num_gpus, keys)?).end().succeeded();
+        let output = Running::start(gpu_run(&fixture, num_gpus, keys)?).end().succeeded();
         Some((fixture.losses("tiny"), output))
     };
     let Some((staged, output)) = losses("1", "") else { return };
@@ -243,9 +244,10 @@ fn nccl_keeps_the_order_of_sums_if_it_must() {
     assert_eq!(direct, staged);
     let (never, output) = losses("2", "--set comm.nccl=never").unwrap();
     assert!(!output.contains(STAGED_NOTICE) && never == direct, "{output}");
-    let any_order = "--set training.determinism=run --set parallelism.zero_stage=2";
-    let runs = [(); 2].map(|()| losses("2", any_order).unwrap().0);
+    let any_order = "--workers 4 --set training.local_batch_size=1 --set training.determinism=run";
+    let runs = [(); 2].map(|()| losses("4", any_order).unwrap().0);
     assert_eq!(runs[0], runs[1]);
+    assert_ne!(runs[0], direct);
     assert_close(&runs[0], &direct, F32_TOLERANCE, "any order");
 }
 
@@ -253,12 +255,12 @@ fn nccl_keeps_the_order_of_sums_if_it_must() {
 fn a_run_that_needs_nccl_is_refused_without_it() {
     let fixture = Fixture::with_corpus();
     let always = "--set comm.nccl=always";
-    let Some(shared) = two_workers(&fixture, "1", always) else { return };
+    let Some(shared) = gpu_run(&fixture, "1", always) else { return };
     let expected = ["[comm] nccl is \"always\", but GPUs cannot exchange data by NCCL", "share a GPU"];
     assert_contains(&Running::start(shared).end().refused(), &expected);
     install_fake_cuda(&fixture.path("cuda")).unwrap();
     std::fs::remove_file(fixture.path("cuda/libnccl.so.2")).unwrap();
-    let mut missing = two_workers(&fixture, "2", always).unwrap();
+    let mut missing = gpu_run(&fixture, "2", always).unwrap();
     missing.env("TRIREME_CUDA_LIBRARIES", fixture.path("cuda"));
     let expected = [expected[0], "rank 0: ", "(libnccl) was not found", "pip install nvidia-nccl-cu12"];
     assert_contains(&Running::start(missing).end().refused(), &expected);
@@ -271,7 +273,7 @@ fn a_rank_that_is_killed_in_an_operation_of_nccl_ends_the_run() {
     for (layout, num_operations, operation) in
         [("", "7", "all_reduce(sum, f32"), ("--set parallelism.zero_stage=3", "4", "all_gather(f32")]
     {
-        let Some(mut command) = two_workers(&fixture, "2", layout) else { return };
+        let Some(mut command) = gpu_run(&fixture, "2", layout) else { return };
         command.env("FAKE_NCCL_KILLED", format!("1:{num_operations}"));
         let error = Running::start(command).end().refused();
         assert_contains(&error, &["rank 1 was killed by SIGABRT", operation, ", line ", "rank 1"]);

@@ -99,12 +99,11 @@ impl Group {
     ) -> Work<Buffer<T>> {
         assert!(len <= buffer.len(), "the first {len} of {} elements", buffer.len());
         let is_send = direction == Direction::Send;
+        let direction_name = if is_send { "send" } else { "receive" };
         let is_peer = peer != self.rank && peer.0 < self.world_size;
         let num_bytes = len * buffer.dtype().size();
-        if is_peer
-            && let Err(error) =
-                self.prepare_devices(Operation::message(buffer.dtype(), len), &[&buffer.storage])
-        {
+        let message = Operation::message(buffer.dtype(), len);
+        if let Err(error) = self.prepare_devices(direction_name, message, &[&buffer.storage]) {
             return Work::ready(Err(error));
         }
         match (&self.messenger, &self.dry) {
@@ -116,20 +115,18 @@ impl Group {
                 })
             }
             (Some(messenger), _) if is_peer => {
-                let operation = Operation::message(buffer.dtype(), len);
                 if is_send {
                     self.message_bytes.fetch_add(num_bytes as u64, Ordering::Relaxed);
                 }
                 buffer.storage.shorten(num_bytes);
-                let ticket = messenger.submit(direction, peer, operation, buffer.storage);
+                let ticket = messenger.submit(direction, peer, message, buffer.storage);
                 Work::message(ticket, |mut storage| {
                     storage.lengthen();
                     Buffer::from_storage(storage)
                 })
             }
             _ => {
-                let operation = if is_send { "send" } else { "receive" };
-                let (rank, world_size) = (peer, self.world_size);
+                let (operation, rank, world_size) = (direction_name, peer, self.world_size);
                 Work::ready(Err(CommError::NoSuchPeer { operation, rank, world_size }))
             }
         }
@@ -163,23 +160,29 @@ impl Group {
         }
     }
 
-    /// Prepares an operation on memory of a device. Fails if devices cannot execute it.
-    fn prepare_devices(&self, operation: Operation, vectors: &[&Storage]) -> Result<(), CommError> {
+    /// Checks an operation, and allocates what it needs, if vectors are in memory of a device. `name` is the method of the caller.
+    fn prepare_devices(
+        &self,
+        name: &'static str,
+        operation: Operation,
+        vectors: &[&Storage],
+    ) -> Result<(), CommError> {
         let num_on_device = vectors.iter().filter(|vector| vector.is_on_device()).count();
-        if num_on_device == 0 {
+        if num_on_device == 0 || self.world_size == 1 {
             return Ok(());
         }
-        let refuse = |what: &str| {
-            Err(CommError::InvalidBuffers { operation: operation.name(), what: what.to_owned() })
-        };
+        let refuse = |what: String| Err(CommError::InvalidBuffers { operation: name, what });
         let Some(transport) = self.devices.transport.get() else {
-            return refuse("they are in memory of a device, but no devices are attached to the group");
+            return refuse("a vector is in device memory, but the group has no device transport".to_owned());
         };
         if num_on_device < vectors.len() {
-            return refuse("one is in memory of a device, and the other is not");
+            return refuse(
+                "input and output must both be in device memory, or both in host memory".to_owned(),
+            );
         }
-        if operation.reduction().is_some() && !transport.reduces(operation.elements().0) {
-            return refuse("devices do not reduce elements of this type");
+        let (dtype, _) = operation.elements();
+        if operation.reduction().is_some() && !transport.can_reduce(dtype) {
+            return refuse(format!("devices cannot reduce {dtype}; use a vector in host memory"));
         }
         let (is_in_place, keeps_order) = (vectors.len() == 1, self.options.keeps_order);
         if needs_scratch(operation.collective(), keeps_order, is_in_place, self.world_size) {
@@ -189,9 +192,7 @@ impl Group {
     }
 
     pub(crate) fn issue<T: BufferElement>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        if self.world_size > 1
-            && let Err(error) = self.prepare_devices(operation, &[&buffer.storage])
-        {
+        if let Err(error) = self.prepare_devices(operation.name(), operation, &[&buffer.storage]) {
             return Work::ready(Err(error));
         }
         let Some(executor) = &self.executor else { return self.completed_work(operation, buffer) };
@@ -214,9 +215,8 @@ impl Group {
         if let Err(error) = check_types(operation, &input, &output) {
             return Work::ready(Err(error));
         }
-        if self.world_size > 1
-            && let Err(error) = self.prepare_devices(operation, &[&input.storage, &output.storage])
-        {
+        let vectors = [&input.storage, &output.storage];
+        if let Err(error) = self.prepare_devices(operation.name(), operation, &vectors) {
             return Work::ready(Err(error));
         }
         let Some(executor) = &self.executor else {

@@ -12,7 +12,7 @@ use crate::recorder::{FlightRecorder, GroupRecorder};
 use crate::rendezvous::SplitContext;
 use crate::selection::{Choice, Selection, typical_costs};
 use crate::transport::GroupConnections;
-use crate::transport::device::{GroupDevices, SCRATCH_BYTES};
+use crate::transport::device::{DeviceResources, SCRATCH_BYTES};
 use crate::transport::shm::{Arena, PeerArena, area_bytes};
 use crate::{
     Buffer, CommError, CommStatistics, Element, GroupOptions, PageSize, TransportKind, Untyped, probe,
@@ -45,7 +45,7 @@ pub struct Group {
     selection: Selection,
     /// Communication costs of this world. Unset until they are measured.
     costs: Arc<OnceLock<CostModel>>,
-    devices: GroupDevices,
+    devices: DeviceResources,
     recorder: FlightRecorder,
     num_splits: AtomicU64,
     /// `None` in a world of one rank and in a dry group, where an operation is complete when it is issued.
@@ -75,7 +75,7 @@ impl Group {
         connections: GroupConnections,
         split_context: SplitContext,
         costs: Arc<OnceLock<CostModel>>,
-        devices: GroupDevices,
+        devices: DeviceResources,
         options: &GroupOptions,
         recorder: GroupRecorder,
     ) -> Result<Self, CommError> {
@@ -122,7 +122,7 @@ impl Group {
             options: options.clone(),
             selection: Selection::new(Hosts::single(1), false, Arc::default(), options),
             costs: Arc::default(),
-            devices: GroupDevices::default(),
+            devices: DeviceResources::default(),
             recorder,
             num_splits: AtomicU64::new(0),
             executor: None,
@@ -200,7 +200,7 @@ impl Group {
                     connections,
                     self.split_context.clone(),
                     Arc::clone(&self.costs),
-                    self.devices.of_other_group(),
+                    self.devices.for_split_group(),
                     options,
                     recorder,
                 )
@@ -363,18 +363,18 @@ impl Group {
         if self.transport == TransportKind::Shm { mapped * (self.world_size - 1) } else { 0 }
     }
 
-    /// Attaches the devices of the ranks to this world: from now on, it and all groups that are split from it take vectors in their
-    /// [memory](Buffer::on_device), which the devices exchange without the hosts. A local call, which all ranks make before they issue an
-    /// operation on such vectors. A dry group only allocates what the operations need.
+    /// Sets the transport between the devices of the ranks. From then on, this world and all groups split from it accept vectors in [device
+    /// memory](Buffer::on_device). Local; every rank calls it before it issues an operation on such a vector. A dry group only allocates
+    /// the memory that the operations need.
     ///
     /// # Panics
-    /// If devices are attached already.
-    pub fn attach_devices(&self, transport: Arc<dyn DeviceTransport>) {
-        self.devices.transport.set(transport).expect("devices are attached once");
+    /// If the world has a device transport.
+    pub fn set_device_transport(&self, transport: Arc<dyn DeviceTransport>) {
+        self.devices.transport.set(transport).expect("a world has one device transport");
     }
 
-    /// Whether the group takes vectors in memory of its [devices](Group::attach_devices).
-    pub fn has_devices(&self) -> bool {
+    /// Whether the group has several ranks and a [device transport](Group::set_device_transport).
+    pub fn has_device_transport(&self) -> bool {
         self.world_size > 1 && self.devices.transport.get().is_some()
     }
 

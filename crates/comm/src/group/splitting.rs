@@ -87,6 +87,6 @@ impl Group {
         let members = members.iter().map(|rank| dry.members[rank.0]).collect();
         let dry = Dry { journal: Arc::clone(&dry.journal), members };
         let group = self.singleton_with(options).into_dry(Rank(place), hosts, transport, dry);
-        Group { devices: self.devices.of_other_group(), ..group }
+        Group { devices: self.devices.for_split_group(), ..group }
     }
 }

@@ -4,8 +4,6 @@
 //! identifier of a communicator of the two ranks, and later ones carry nothing. When the frame is through, the devices transfer the
 //! vector. Each direction has a communicator of its own, so that messages of both directions do not wait for each other.
 
-use crate::CommError;
-use crate::call::Call;
 use crate::recorder::Direction;
 use std::time::Duration;
 use trireme_base::{
@@ -75,16 +73,8 @@ impl DeviceLane {
     /// Returns whether the transfer is complete.
     pub(super) fn is_done(&mut self) -> Result<bool, DeviceTransportError> {
         let communicator = self.communicator.as_mut().expect("a transfer was started");
-        let is_done = communicator.is_done()?;
+        let is_done = communicator.poll()?;
         self.is_transferring &= !is_done;
         Ok(is_done)
-    }
-}
-
-/// Returns the failure of a message.
-pub(super) fn failure(call: &Call, failure: DeviceTransportError) -> CommError {
-    match failure {
-        DeviceTransportError::Device(cause) => CommError::DeviceFailed { cause },
-        DeviceTransportError::Library(cause) => call.device_transport_failed(cause),
     }
 }

@@ -1,10 +1,10 @@
-use super::device_lane::{self, DeviceLane, POLL_INTERVAL};
+use super::device_lane::{DeviceLane, POLL_INTERVAL};
 use crate::backoff::Backoff;
 use crate::buffer::{CacheLine, Storage};
 use crate::call::Call;
 use crate::control::{TICK, stall_threshold, stall_warning_threshold};
 use crate::recorder::{Direction, GroupRecorder};
-use crate::transport::device::GroupDevices;
+use crate::transport::device::DeviceResources;
 use crate::transport::link::{Interest, Link};
 use crate::transport::link_transport::{Incoming, Memories, Outgoing, ReceiveError};
 use crate::{CommError, GroupOptions, Operation};
@@ -61,7 +61,7 @@ impl PendingMessage {
 pub(super) struct MessageEngine {
     own: Rank,
     links: Vec<Option<Link>>,
-    devices: GroupDevices,
+    devices: DeviceResources,
     peer_queues: Vec<PeerQueues>,
     timeout: Duration,
     checksums: bool,
@@ -106,7 +106,7 @@ impl MessageEngine {
     pub(super) fn new(
         own: Rank,
         links: Vec<Option<Link>>,
-        devices: GroupDevices,
+        devices: DeviceResources,
         options: &GroupOptions,
         recorder: GroupRecorder,
     ) -> Result<Self, CommError> {
@@ -195,7 +195,7 @@ impl MessageEngine {
         let link = self.links[peer.0].as_mut().expect("messages go to other ranks");
         let new_call = call(pending.operation, lane.num_completed, pending.issued, self.timeout);
         let payload = payload(pending, &mut lane.device, &self.devices);
-        let payload = payload.map_err(|failure| device_lane::failure(&new_call, failure));
+        let payload = payload.map_err(|failure| new_call.device_failure(failure));
         let payload = payload.inspect_err(|_| self.failed = Some(number))?;
         let num_bytes = payload.len();
         let memories = Memories::new(payload, DType::U8, None);
@@ -229,7 +229,7 @@ impl MessageEngine {
         let link = self.links[peer.0].as_mut().expect("messages come from other ranks");
         let new_call = call(pending.operation, lane.num_completed, pending.issued, self.timeout);
         let payload = payload(pending, &mut lane.device, &self.devices);
-        let payload = payload.map_err(|failure| device_lane::failure(&new_call, failure));
+        let payload = payload.map_err(|failure| new_call.device_failure(failure));
         let payload = payload.inspect_err(|_| self.failed = Some(number))?;
         let num_bytes = payload.len();
         let mut memories = Memories::new(payload, DType::U8, None);
@@ -371,7 +371,7 @@ impl<T> DirectionQueue<T> {
         &mut self,
         has_moved: bool,
         is_done: bool,
-        devices: &GroupDevices,
+        devices: &DeviceResources,
         recorder: &GroupRecorder,
     ) -> Result<Option<(usize, Storage)>, CommError> {
         let Some(pending) = self.waiting.front_mut() else { return Ok(None) };
@@ -385,14 +385,14 @@ impl<T> DirectionQueue<T> {
         let Some(span) = pending.storage.device_span() else { return Ok(self.complete(recorder)) };
         let begun = self.device.begin(pending.direction, span, devices.transport());
         let (call, _) = self.moving.as_ref().expect("the frame was in flight");
-        begun.map(|()| None).map_err(|failure| device_lane::failure(call, failure))
+        begun.map(|()| None).map_err(|failure| call.device_failure(failure))
     }
 
     /// Returns the slot and memory of the first message if devices have transferred it.
     fn advance_transfer(&mut self, recorder: &GroupRecorder) -> Result<Option<(usize, Storage)>, CommError> {
         let is_done = self.device.is_done().map_err(|failure| {
             let (call, _) = self.moving.as_ref().expect("the message is in flight");
-            device_lane::failure(call, failure)
+            call.device_failure(failure)
         })?;
         if !is_done {
             return Ok(None);
@@ -414,7 +414,7 @@ impl<T> DirectionQueue<T> {
 fn payload<'a>(
     pending: &'a mut PendingMessage,
     lane: &'a mut DeviceLane,
-    devices: &GroupDevices,
+    devices: &DeviceResources,
 ) -> Result<&'a mut [u8], DeviceTransportError> {
     if pending.storage.is_on_device() {
         lane.frame(pending.direction, devices.transport())

@@ -10,7 +10,7 @@ mod message_engine;
 use crate::buffer::Storage;
 use crate::call::Callback;
 use crate::recorder::{Direction, GroupRecorder};
-use crate::transport::device::GroupDevices;
+use crate::transport::device::DeviceResources;
 use crate::transport::link::Link;
 use crate::{CommError, GroupOptions, Operation};
 use message_engine::{MessageEngine, NUM_PREALLOCATED, PendingMessage};
@@ -78,7 +78,7 @@ impl Messenger {
     pub(crate) fn start(
         own: Rank,
         links: Vec<Option<Link>>,
-        devices: GroupDevices,
+        devices: DeviceResources,
         options: &GroupOptions,
         recorder: GroupRecorder,
     ) -> Result<Self, CommError> {
@@ -380,7 +380,8 @@ mod tests {
     fn without_links() -> (Messenger, GroupRecorder) {
         let recorder = FlightRecorder::new(Rank(0), 2);
         let world = recorder.group("world".to_owned(), Rank(0), vec![Rank(0), Rank(1)]);
-        let (links, devices, options) = (vec![None, None], GroupDevices::default(), GroupOptions::default());
+        let (links, devices, options) =
+            (vec![None, None], DeviceResources::default(), GroupOptions::default());
         let messenger = Messenger::start(Rank(0), links, devices, &options, world.clone()).unwrap();
         (messenger, world)
     }

@@ -47,7 +47,7 @@ mod wait_limit;
 
 use crate::recorder::{FlightRecorder, Occasion};
 use crate::secret::random_bytes;
-use crate::transport::device::GroupDevices;
+use crate::transport::device::DeviceResources;
 use crate::transport::link::Tls;
 use crate::transport::mpi::MpiProcess;
 use crate::transport::shm::{Arena, area_bytes};
@@ -209,8 +209,14 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     let recorder = FlightRecorder::start(options.rank, options.world_size, &options.flight_recorder)?;
     let members = (0..options.world_size).map(Rank).collect();
     let world = recorder.group("world".to_owned(), options.rank, members);
-    let group =
-        Group::start(parts, split_context, Arc::default(), GroupDevices::default(), &options.group, world)?;
+    let group = Group::start(
+        parts,
+        split_context,
+        Arc::default(),
+        DeviceResources::default(),
+        &options.group,
+        world,
+    )?;
     // Shows a launcher that this rank writes reports.
     recorder.write(Occasion::Joined);
     recorder.flush();

@@ -1,6 +1,6 @@
 //! Assembles the links, shared memory and control connections of a rank.
 
-use super::device::{DeviceCollectives, GroupDevices};
+use super::device::{DeviceCollectives, DeviceResources};
 use super::link::{Connection, Link, RingLink};
 use super::link_transport::LinkTransport;
 use super::mpi::{MpiAddresses, MpiLink};
@@ -98,7 +98,7 @@ impl GroupConnections {
     pub(crate) fn assemble(
         self,
         measured: &Arc<OnceLock<CostModel>>,
-        devices: &GroupDevices,
+        devices: &DeviceResources,
         options: &GroupOptions,
         recorder: &GroupRecorder,
     ) -> Result<GroupEndpoint, CommError> {

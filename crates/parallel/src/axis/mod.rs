@@ -3,7 +3,7 @@
 mod rows;
 
 use crate::layout::RankGrid;
-use crate::memory::{ExchangePool, Pool, WaitTracker};
+use crate::memory::{ExchangePool, Pool, WaitTracker, exchanged_in_place};
 use rows::RowExchange;
 use slab::Slab;
 use std::fmt;
@@ -267,10 +267,8 @@ impl AxisOps for GroupAxis {
 
     fn start_sum(&self, device: &Device, kind: ExchangeKind, term: Tensor) -> Result<PendingExchange> {
         let exchanges = self.exchanges_of(term.dtype());
-        if let Some(memory) = term.exchange_memory() {
-            let len = term.shape().num_elements();
-            return exchanges
-                .issue(kind, Buffer::on_device(memory, term.dtype(), len).after(device.record_event()));
+        if let Some(exchanged) = exchanged_in_place(&term, device) {
+            return exchanges.issue(kind, exchanged);
         }
         // Only memory of this pool is exchanged in place. Other lent memory, such as files for activations that exceed the budget, is
         // copied.
@@ -289,16 +287,12 @@ impl AxisOps for GroupAxis {
         dtype: DType,
     ) -> Result<Tensor> {
         let exchanges = self.exchanges_of(dtype);
-        let (vector, len, kind) = exchanges.finish_exchange(device, exchange, &mut self.waiting())?;
+        let (mut vector, len, kind) = exchanges.finish_exchange(device, exchange, &mut self.waiting())?;
         let start = exchanges.result_start(kind, shape);
-        let is_in_place = exchanges.pool().is_on_device() && len == shape.num_elements();
-        if is_in_place {
-            device.wait_for(&vector.event());
-            // A failed operation returns other memory.
-            if let Some(memory) = vector.wait().device_memory() {
-                return Ok(Tensor::from_exchange_memory(memory, shape, dtype));
-            }
-            return device.empty(shape, dtype, Category::Activations);
+        if len == shape.num_elements()
+            && let Some(tensor) = exchanges.pool().on_device(&mut vector, dtype)
+        {
+            return Ok(tensor.reshaped(shape));
         }
         if !device.reaches_host() {
             let mut result = device.empty(shape, dtype, Category::Activations)?;

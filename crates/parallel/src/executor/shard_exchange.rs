@@ -31,10 +31,10 @@ impl ShardExchange {
         let exchange = |state: &StateRanks| {
             let groups = [state.update_group(header), ranks.tensor()];
             // Devices do not reduce f64, and matrices are put together on the host.
-            let sums = groups.map(|group| pool(group, DType::F64).with_buffers());
+            let sums = groups.map(|group| pool(group, DType::F64).in_group_memory());
             let [gathers, parts] = groups.map(|group| pool(group, DType::F32));
-            let gathers = if device.is_same(counted) { gathers } else { gathers.with_buffers() };
-            let parts = parts.with_buffers();
+            let gathers = if device.is_same(counted) { gathers } else { gathers.in_group_memory() };
+            let parts = parts.in_group_memory();
             ShardExchange { device: device.clone(), sums, shard_gathers: gathers, tensor_gathers: parts }
         };
         let DenseAndExpert { dense, experts } = &ranks.state;

@@ -87,6 +87,6 @@ impl GradientLayout {
         let pool = Pool::new(self.group(&ranks.state.dense), device, DType::F32, category, is_exchanged);
         // Codecs run on the host.
         let is_compressed = options.compression.codec() != CodecName::None;
-        if is_compressed { pool.with_buffers() } else { pool }
+        if is_compressed { pool.in_group_memory() } else { pool }
     }
 }

@@ -31,8 +31,8 @@ pub(crate) struct ReductionFactory {
 
 impl ReductionFactory {
     /// Creates all-reductions over `group`. Short gradients are fused into messages of up to `fusion_bytes`; with 0, each gradient is sent
-    /// alone. If the group is on shared memory, or its devices communicate, nothing is fused, because a message costs no more than the
-    /// copies that fusion needs.
+    /// alone. Nothing is fused if the group is on shared memory, because a message costs no more than the copies that fusion needs, or if
+    /// devices exchange the gradients, because fusion copies on the host.
     ///
     /// Memory of fused messages is allocated in advance, for gradients of `lens` elements in the order of their reductions. If
     /// `allocates_rounded`, memory of rounded gradients is allocated in advance as well, and stays allocated between steps.
@@ -45,11 +45,11 @@ impl ReductionFactory {
         counted: &CountedMemory,
     ) -> Result<Self> {
         let shares_memory = matches!(group.transport(), TransportKind::Single | TransportKind::Shm);
-        let is_on_device = group.has_devices() && !counted.device().reaches_host();
+        let pool = |category| Pool::new(group, counted.device(), dtype, category, true);
+        let is_on_device = pool(Category::Gradients).is_on_device();
         let len_max = if shares_memory || is_on_device { 0 } else { fusion_bytes / dtype.size() };
         let fusion = Fusion::new(Arc::clone(group), ReduceOp::Sum, len_max);
         counted.charge_buffer(group, fusion.reserve(dtype, lens.iter().copied())?)?;
-        let pool = |category| Pool::new(group, counted.device(), dtype, category, true);
         let rounded = (dtype != DType::F32).then(|| (pool(Category::Gradients), allocates_rounded));
         Ok(ReductionFactory { exchange: Summation::AllReduce(fusion), rounded })
     }

@@ -18,5 +18,5 @@ pub(crate) use across_devices::{on_device, update_on_device};
 pub(crate) use counted::CountedMemory;
 pub(crate) use exchange_pool::ExchangePool;
 pub(crate) use pool::Pool;
-pub(crate) use vector::{DevicePart, ExchangeVector, PendingVector};
+pub(crate) use vector::{DevicePart, ExchangeVector, PendingVector, exchanged_in_place};
 pub(crate) use waiting::WaitTracker;

@@ -54,7 +54,7 @@ impl Pool {
         let memory = match group.world_size() {
             // A group of one rank exchanges nothing, so its vectors need no group memory.
             1 => PoolMemory::None,
-            _ if group.has_devices() && !device.reaches_host() => PoolMemory::Device,
+            _ if group.has_device_transport() && !device.reaches_host() => PoolMemory::Device,
             _ => PoolMemory::Group,
         };
         let (group, page_size) = (Arc::clone(group), PageSize::Base);
@@ -74,9 +74,9 @@ impl Pool {
         Pool { page_size: PageSize::Huge, ..self }
     }
 
-    /// Exchanges vectors in memory of the group even if the group has one rank or devices, for vectors that the host or another group
-    /// accesses, and for messages.
-    pub(crate) fn with_buffers(self) -> Self {
+    /// Exchanges vectors in memory of the group, even if it has one rank or a device transport, because the host or another group accesses
+    /// them.
+    pub(crate) fn in_group_memory(self) -> Self {
         Pool { memory: PoolMemory::Group, ..self }
     }
 
@@ -159,9 +159,9 @@ impl Pool {
         self.memory == PoolMemory::Device
     }
 
-    /// Returns the elements of a buffer as a tensor, if they are in memory of the device. Blocks until the group does not use it. A failed
-    /// operation has returned host memory.
-    fn on_device(&self, buffer: &mut Pending<Buffer<Untyped>>, dtype: DType) -> Option<Tensor> {
+    /// Returns the elements of a buffer as a tensor, if they are in memory of the device. Blocks until the group does not use it. After a
+    /// failed operation, the buffer is zeroed host memory.
+    pub(crate) fn on_device(&self, buffer: &mut Pending<Buffer<Untyped>>, dtype: DType) -> Option<Tensor> {
         // `wait_mut` would panic.
         if !self.is_on_device() || buffer.event().outcome().is_err() {
             return None;

@@ -33,6 +33,13 @@ pub(crate) struct PendingVector {
     part: DevicePart,
 }
 
+/// Returns a tensor's memory for an exchange after the kernels that have been issued, if it is [for
+/// exchanges](Tensor::exchange_memory).
+pub(crate) fn exchanged_in_place(tensor: &Tensor, device: &Device) -> Option<Buffer<Untyped>> {
+    let (dtype, len) = (tensor.dtype(), tensor.shape().num_elements());
+    Some(Buffer::on_device(tensor.exchange_memory()?, dtype, len).after(device.record_event()))
+}
+
 impl ExchangeVector {
     /// Allocates a vector that the host reads after each exchange.
     pub(crate) fn new_for_host(group: &Group, device: &Device, dtype: DType, len: usize) -> Result<Self> {
@@ -98,9 +105,7 @@ impl ExchangeVector {
         let Some(own) = device_tensor else {
             return (buffer.wait(), DevicePart { device_tensor: None, arriving });
         };
-        if let Some(memory) = own.exchange_memory() {
-            let (dtype, len) = (own.dtype(), own.shape().num_elements());
-            let exchanged = Buffer::on_device(memory, dtype, len).after(device.record_event());
+        if let Some(exchanged) = exchanged_in_place(&own, device) {
             return (exchanged, DevicePart { device_tensor: Some(own), arriving: 0..0 });
         }
         let has_buffer = buffer.get().is_none_or(|buffer| !buffer.is_empty());

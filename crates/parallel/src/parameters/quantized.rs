@@ -38,9 +38,9 @@ impl QuantizedGather {
             order: order.collect(),
             own: levels.shard(across.rank().0, within.rank().0),
             across_messages: Pool::new(across, device, DType::U8, Category::Communication, true)
-                .with_buffers(),
+                .in_group_memory(),
             within_messages: Pool::new(within, device, DType::U8, Category::Communication, true)
-                .with_buffers(),
+                .in_group_memory(),
         }
     }
 

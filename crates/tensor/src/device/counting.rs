@@ -1,10 +1,10 @@
 //! The backend of counting devices, which run nothing.
 
+use super::DeviceError;
 use crate::exchange_memory::ExchangeMemory;
 use crate::kernels::backend::{Backend, HostCopy};
 use crate::kernels::call::Call;
 use crate::kernels::cpu::arena::Arena;
-use crate::kernels::cuda::CudaError;
 use crate::kernels::{Operand, OperandMut};
 use std::panic::Location;
 use std::sync::Arc;
@@ -31,12 +31,14 @@ impl DeviceTransport for CountingTransport {
         unreachable!("dry groups do not communicate")
     }
 
-    fn allocate(&self, num_bytes: usize) -> Result<Arc<dyn DeviceMemory>, String> {
+    fn allocate(&self, num_bytes: usize) -> Result<Arc<dyn DeviceMemory>, DeviceTransportError> {
         let block = self.0.allocate(num_bytes, Category::Communication);
-        Ok(Arc::new(ExchangeMemory::new(block.map_err(|error| error.to_string())?)))
+        Ok(Arc::new(ExchangeMemory::new(
+            block.map_err(|error| DeviceTransportError::Device(error.to_string()))?,
+        )))
     }
 
-    fn reduces(&self, _dtype: DType) -> bool {
+    fn can_reduce(&self, _dtype: DType) -> bool {
         true
     }
 }
@@ -68,8 +70,11 @@ impl Backend for Counting {
         Event::DONE
     }
 
-    fn transport(self: Arc<Self>, arena: &Arc<Arena>) -> Option<Result<Arc<dyn DeviceTransport>, CudaError>> {
-        Some(Ok(Arc::new(CountingTransport(Arc::clone(arena)))))
+    fn transport(
+        self: Arc<Self>,
+        arena: &Arc<Arena>,
+    ) -> Result<Option<Arc<dyn DeviceTransport>>, DeviceError> {
+        Ok(Some(Arc::new(CountingTransport(Arc::clone(arena)))))
     }
 
     fn wait_for(&self, event: &Event, _caller: &'static Location<'static>) {

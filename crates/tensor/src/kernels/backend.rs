@@ -11,6 +11,7 @@
 //!   calls and a run of the suites, and refuses a kernel that is not tested on every backend. The results of a kernel have the same bits on
 //!   all processors; on a GPU, the same bits from run to run. The suites are `tests/conformance` and `tests/operations`;
 //!   `testkit/src/traced.rs` lists the backends that they run on.
+//! - **Transport.** Optionally, a [`DeviceTransport`] to devices of other ranks, for memory of the arena.
 //! - **Functions.** An [`ExpressionCall`](super::call::ExpressionCall) computes a function of elements, which is data: see
 //!   [`Expr`](crate::Expr). A [`FunctionCall`](super::call::FunctionCall) runs Rust code of another crate; hardware that cannot run it
 //!   refuses it in [`Device::for_each_row`](crate::Device::for_each_row).
@@ -22,9 +23,9 @@
 use super::call::Call;
 use super::cpu::Cpu;
 use super::cpu::arena::Arena;
-use super::cuda::CudaError;
 use super::host_pinning::HostPinning;
 use super::{Operand, OperandMut};
+use crate::device::DeviceError;
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
@@ -91,12 +92,12 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the transport between this device and devices of other ranks, for memory of `arena`. `None` if the hardware has none.
+    /// Returns the transport between this device and devices of other ranks, for memory of `arena`; `None` if the hardware has none.
     fn transport(
         self: Arc<Self>,
         _arena: &Arc<Arena>,
-    ) -> Option<Result<Arc<dyn DeviceTransport>, CudaError>> {
-        None
+    ) -> Result<Option<Arc<dyn DeviceTransport>>, DeviceError> {
+        Ok(None)
     }
 
     /// Called when freed memory is allocated again: kernels issued from now on wait for copies that still use it.

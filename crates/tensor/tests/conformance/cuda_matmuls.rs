@@ -8,7 +8,7 @@ use trireme_tensor::{
 use trireme_testkit::{TracedDevice, fake_cuda_folder, fake_gpu};
 
 /// Opens a GPU with these options; `None` on a machine that has no stand-in.
-fn gpu(change: impl FnOnce(&mut CudaOptions)) -> Option<TracedDevice> {
+pub(crate) fn gpu(change: impl FnOnce(&mut CudaOptions)) -> Option<TracedDevice> {
     let Some(BackendKind::Cuda(mut cuda)) = fake_gpu() else { return None };
     change(&mut cuda);
     let options =

@@ -6,6 +6,7 @@
 mod attention;
 mod copies;
 mod cuda_matmuls;
+mod exchange;
 mod fp8;
 mod generation;
 mod groups;

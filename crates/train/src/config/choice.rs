@@ -81,11 +81,11 @@ pub(super) fn refuse_word(found: Option<&str>, words: &[&str]) -> String {
 config_choice! {
     /// Whether GPUs of workers exchange data by NCCL.
     NcclUse {
-        /// If they can: NCCL is installed, and each worker has a GPU of its own.
+        /// Uses NCCL if all hosts have it and no GPU is shared.
         Auto = "auto",
-        /// Yes. A run whose GPUs cannot is refused.
+        /// Requires NCCL: a run that cannot use it is refused.
         Always = "always",
-        /// No.
+        /// Never uses NCCL.
         Never = "never",
     }
 }

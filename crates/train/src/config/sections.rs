@@ -365,10 +365,10 @@ config_section! {
         /// `shm` (shared memory, one host), `tcp`, `mpi` (only in a build with MPI support, started by mpirun or
         /// srun), or `auto`: `shm` within hosts and `tcp` between them.
         transport: TransportChoice = TransportChoice::Auto;
-        /// Whether GPUs exchange data by NCCL, directly between their memories: `auto`, if NCCL is installed on all hosts
-        /// and each worker has a GPU of its own; `always`, so that a run that could not is refused; or `never`. Without
-        /// NCCL, data passes through the memory of the hosts. With `determinism = "layout"`, sums keep their order also
-        /// with NCCL. Messages from worker to worker, as in pipelines, always pass through the hosts.
+        /// Whether GPUs exchange data by NCCL, directly between their memories. `auto` uses NCCL if all hosts have the same
+        /// version and each worker has a GPU of its own; otherwise, data passes through host memory. `always` refuses a run
+        /// that cannot use NCCL; `never` does not use it. With `determinism = "layout"`, sums keep their order. Only
+        /// applies with `device = "cuda"`, and, with `tls_certificate`, to workers of one host.
         nccl: NcclUse = NcclUse::Auto;
         /// Algorithm for collective operations wherever it applies, such as `ring`, `halving_doubling`, `direct` or
         /// `hierarchical:all:direct:ring` (docs/collectives.md). Without it, the fastest algorithm is chosen by the

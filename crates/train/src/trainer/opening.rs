@@ -14,7 +14,7 @@ use crate::error::TrainError;
 use crate::executor::build_executor;
 use crate::metrics::{HashWriter, MetricsWriter, check_names};
 use crate::model_profile::infer_profile;
-use crate::nccl::attach_gpus;
+use crate::nccl::connect_gpus;
 use crate::notices::{notice_cuda, notice_determinism, notice_epochs, notice_fp8, notice_staleness};
 use crate::observer::Observer;
 use crate::optimizer::lr_schedule;
@@ -63,15 +63,8 @@ impl<'a> Trainer<'a> {
         notice_settings(config, &*task, observer);
 
         let batch_specs = batch_specs(&*train, training.local_batch_size);
-        let built = PreparedExecutor::new(
-            config,
-            &*task,
-            &batch_specs,
-            group,
-            (local_rank, gpu),
-            &options,
-            observer,
-        )?;
+        let built =
+            PreparedExecutor::new(config, &*task, &batch_specs, group, local_rank, gpu, &options, observer)?;
         let PreparedExecutor { mut executor, choices, rebalancer, utilization } = built;
         let reserved = options.plan.as_ref().map_or(0, |plan| plan.non_activation_bytes);
         let spill = enable_spill(config, executor.device(), reserved);
@@ -176,14 +169,15 @@ impl PreparedExecutor {
         task: &dyn Task,
         batch_specs: &[TensorSpec],
         group: Group,
-        (local_rank, gpu): (usize, Option<LocalGpu>),
+        local_rank: usize,
+        gpu: Option<LocalGpu>,
         options: &TrainerOptions,
         observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
         let TrainerOptions { num_threads, simd_level_max, peak_flops, .. } = *options;
         let device = open_device(config, local_rank, num_threads, simd_level_max)?;
         if let Some(gpu) = gpu.filter(|_| group.world_size() > 1) {
-            attach_gpus(config, &group, &device, &gpu, observer)?;
+            connect_gpus(config, &group, &device, &gpu, observer)?;
         }
         let profile = infer_profile(config, task, group.rank(), num_threads, batch_specs)?;
         let utilization =

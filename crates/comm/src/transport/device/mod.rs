@@ -1,8 +1,8 @@
 //! Operations on memory of devices, by communicators such as NCCL's.
 //!
-//! [`DeviceCollectives`] wraps the transport of a group. Vectors in host memory go to that transport, and so does a barrier before each
-//! operation on memory of devices, by which ranks that issue different operations are found, and after which no rank's device waits for a
-//! rank that is late. The communicator is joined at the first operation.
+//! [`DeviceCollectives`] wraps the group's transport and passes vectors in host memory to it. Before an operation on device memory, the
+//! wrapped transport runs a barrier. It detects ranks that issue different operations, and no device waits for a rank that is late. The
+//! first such operation joins the communicator.
 
 mod steps;
 #[cfg(test)]
@@ -28,27 +28,24 @@ use trireme_base::{
 /// Time between two checks of an operation that is running.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// How long to wait for a peer's notice after the library has reported a failure, which may be the loss of that peer.
-const REASON_WAIT: Duration = Duration::from_secs(1);
-
-/// The devices of a group's ranks, which the group and its transport share.
+/// The transport between the devices of a group's ranks, and its memory. The group and its threads share them.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct GroupDevices {
-    /// Set when devices are attached to a world, for all of its groups.
+pub(crate) struct DeviceResources {
+    /// Set once for a world and all of its groups.
     pub(crate) transport: Arc<OnceLock<Arc<dyn DeviceTransport>>>,
     /// Memory for intermediate results, of [`SCRATCH_BYTES`].
     pub(crate) scratch: Arc<OnceLock<Arc<dyn DeviceMemory>>>,
 }
 
-impl GroupDevices {
-    /// The transport of attached devices.
+impl DeviceResources {
+    /// The transport, which a group with vectors in device memory has.
     pub(crate) fn transport(&self) -> &dyn DeviceTransport {
-        &**self.transport.get().expect("memory of devices is of attached ones")
+        &**self.transport.get().expect("a vector in device memory is accepted only with a device transport")
     }
 
-    /// The devices of the same ranks, for another group of the world.
-    pub(crate) fn of_other_group(&self) -> Self {
-        GroupDevices { transport: Arc::clone(&self.transport), scratch: Arc::default() }
+    /// The resources of a group that is split from this one.
+    pub(crate) fn for_split_group(&self) -> Self {
+        DeviceResources { transport: Arc::clone(&self.transport), scratch: Arc::default() }
     }
 }
 
@@ -58,7 +55,7 @@ pub(crate) struct DeviceCollectives {
     world_size: usize,
     keeps_order: bool,
     host: LinkTransport,
-    devices: GroupDevices,
+    devices: DeviceResources,
     communicator: Option<Box<dyn DeviceCommunicator>>,
     backoff: Backoff,
 }
@@ -68,7 +65,7 @@ impl DeviceCollectives {
         (rank, world_size): (Rank, usize),
         keeps_order: bool,
         host: LinkTransport,
-        devices: GroupDevices,
+        devices: DeviceResources,
     ) -> Self {
         let (communicator, backoff) = (None, Backoff::new());
         DeviceCollectives { rank, world_size, keeps_order, host, devices, communicator, backoff }
@@ -94,22 +91,17 @@ impl DeviceCollectives {
     /// Joins the communicator of the group's ranks.
     fn join(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
         let mut blocks = vec![Vec::new(); self.world_size];
-        let mut own_failure = None;
         if self.rank == Rank::ROOT {
-            match self.devices.transport().create_id() {
-                Ok(id) => blocks[0] = id.to_vec(),
-                Err(failure) => own_failure = Some(failure.to_string()),
-            }
+            let id = self.devices.transport().create_id();
+            blocks[0] = id.map_err(|failure| reason_of_failure(call, control, failure))?.to_vec();
         }
         let mut blocks = Payload::Blocks(blocks);
         self.host.execute(call, &mut blocks, control)?;
         let Payload::Blocks(blocks) = blocks else {
             unreachable!("an operation gives back the payload it took")
         };
-        let Ok(id) = DeviceCommunicatorId::try_from(&*blocks[0]) else {
-            let cause = own_failure.unwrap_or_else(|| "rank 0 could not create a communicator".to_owned());
-            return Err(call.device_transport_failed(cause));
-        };
+        let id = DeviceCommunicatorId::try_from(&*blocks[0]);
+        let id = id.map_err(|_| call.protocol(Rank::ROOT, "its identifier of a communicator is invalid"))?;
         let joined = self.devices.transport().join(&id, self.rank, self.world_size);
         self.communicator = Some(joined.map_err(|failure| reason_of_failure(call, control, failure))?);
         self.wait(call, control)
@@ -119,7 +111,7 @@ impl DeviceCollectives {
     fn wait(&mut self, call: &Call, control: &mut Control) -> Result<(), CommError> {
         let communicator = self.communicator.as_mut().expect("it was joined");
         loop {
-            match communicator.is_done() {
+            match communicator.poll() {
                 Ok(true) => {
                     control.record_progress();
                     self.backoff.record_success();
@@ -163,7 +155,7 @@ impl DeviceCollectives {
         steps.steps
     }
 
-    /// The bytes that a step sends to other ranks, if the library sends each byte as often as it must.
+    /// Bytes that this rank sends to other ranks in a step. For collectives of the library, the minimum, as of a ring.
     fn bytes_sent(&self, step: &DeviceStep) -> u64 {
         let len = |span: &DeviceSpan| span.range.len() as u64;
         let (others, all) = (self.world_size as u64 - 1, self.world_size as u64);
@@ -179,20 +171,14 @@ impl DeviceCollectives {
     }
 }
 
-/// The failure of an operation between devices, or the loss of a peer that has caused it.
+/// Returns the failure of an operation between devices, or the loss of a peer that has caused it.
 fn reason_of_failure(call: &Call, control: &mut Control, failure: DeviceTransportError) -> CommError {
-    let cause = match failure {
-        DeviceTransportError::Device(cause) => return CommError::DeviceFailed { cause },
-        DeviceTransportError::Library(cause) => cause,
-    };
-    let since = Instant::now();
-    while since.elapsed() < REASON_WAIT {
-        if let Err(failure) = control.check(call) {
-            return failure;
+    match failure {
+        DeviceTransportError::Device(_) => call.device_failure(failure),
+        DeviceTransportError::Library(_) => {
+            control.awaited_failure(None, call).unwrap_or_else(|| call.device_failure(failure))
         }
-        std::thread::sleep(POLL_INTERVAL);
     }
-    call.device_transport_failed(cause)
 }
 
 impl Transport for DeviceCollectives {

@@ -1,8 +1,11 @@
 //! The steps of a rank for an operation on memory of devices: a pure function of the operation.
 //!
 //! Reductions in canonical order exchange parts directly, as an all-to-all, and each rank combines the parts of its own block. For a vector
-//! of `P` bytes on `N` ranks, a rank sends `(N - 1) / N * P` bytes, as with a ring, in one step instead of `N - 1`. An all-reduce gathers
-//! the blocks afterwards. Parts that are received go through scratch memory, a segment of each block at a time.
+//! of `D` bytes on `N` ranks, a rank sends `D (N - 1) / N` bytes, as with a ring, in one round of transfers instead of `N - 1`. An
+//! all-reduce gathers the blocks afterwards. Parts that are received go through scratch memory, a segment of each block at a time.
+//!
+//! If the order need not be kept, all-reduces and even reduce-scatters in place are those of the library. Other reductions are in canonical
+//! order all the same.
 
 use crate::call::BlockLens;
 use std::ops::Range;
@@ -13,7 +16,8 @@ use trireme_schedule::collective::{Collective, CollectiveKind, StackInstruction,
 /// Bytes of a group's scratch memory.
 pub(crate) const SCRATCH_BYTES: usize = 32 << 20;
 
-/// Returns whether the steps of an operation need scratch memory.
+/// Returns whether the steps of an operation need scratch memory. Must agree with [`DeviceSteps::in_place`] and
+/// [`DeviceSteps::out_of_place`].
 pub(crate) fn needs_scratch(
     collective: Option<Collective>,
     keeps_order: bool,
@@ -100,15 +104,8 @@ impl DeviceSteps<'_> {
 
     /// Appends the steps of an all-to-all with blocks of different lengths. Blocks go directly to their receivers.
     pub(crate) fn all_to_all_variable(&mut self, input: &DeviceSpan, output: &DeviceSpan, lens: &BlockLens) {
-        match lens {
-            BlockLens::Own([sent, received]) => self.all_to_all(input, output, [sent, received]),
-            BlockLens::All(lens) => {
-                let sent = &lens[self.rank.0 * self.world_size..][..self.world_size];
-                let received: Vec<usize> =
-                    lens.iter().skip(self.rank.0).step_by(self.world_size).copied().collect();
-                self.all_to_all(input, output, [sent, &received]);
-            }
-        }
+        let [sent, received] = lens.of_rank(self.rank, self.world_size);
+        self.all_to_all(input, output, [&sent, &received]);
     }
 
     fn all_to_all(&mut self, input: &DeviceSpan, output: &DeviceSpan, [sent, received]: [&[usize]; 2]) {
@@ -300,8 +297,8 @@ impl DeviceSteps<'_> {
     }
 
     fn segment_len_max(&self) -> usize {
-        let num_bytes = self.scratch.map_or(SCRATCH_BYTES, |scratch| scratch.num_bytes());
-        (num_bytes / self.dtype.size() / self.world_size).max(1)
+        let num_bytes = self.scratch().num_bytes();
+        num_bytes / self.dtype.size() / self.world_size
     }
 
     /// The elements of the vector that a segment has of a rank's block.
@@ -321,9 +318,13 @@ impl DeviceSteps<'_> {
         self.elements(vector, self.part_of(rank, len, segment))
     }
 
+    fn scratch(&self) -> &Arc<dyn DeviceMemory> {
+        self.scratch.expect("the operation has scratch memory")
+    }
+
     /// Scratch memory for the part of a rank.
     fn slot(&self, rank: Rank, segment: &Range<usize>, len: usize) -> DeviceSpan {
-        let scratch = DeviceSpan::all(self.scratch.expect("the operation has scratch memory"));
+        let scratch = DeviceSpan::all(self.scratch());
         let first = rank.0 * segment.len();
         self.elements(&scratch, first..first + len)
     }

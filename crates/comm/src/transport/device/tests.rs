@@ -164,18 +164,27 @@ fn run_transfers(
 
 /// Runs a collective of the library if all ranks are at it.
 fn run_collective(programs: &mut [Program]) -> bool {
-    let spans: Option<Vec<_>> = programs
-        .iter()
-        .map(|program| match program.steps.front()? {
-            DeviceStep::Broadcast { span, .. }
-            | DeviceStep::AllGather { span }
-            | DeviceStep::AllReduce { span, .. }
-            | DeviceStep::ReduceScatter { span, .. } => Some(span.clone()),
-            _ => None,
-        })
-        .collect();
+    let steps: Option<Vec<&DeviceStep>> = programs.iter().map(|program| program.steps.front()).collect();
+    let Some(steps) = steps else { return false };
+    let span_of = |step: &&DeviceStep| match step {
+        DeviceStep::Broadcast { span, .. }
+        | DeviceStep::AllGather { span }
+        | DeviceStep::AllReduce { span, .. }
+        | DeviceStep::ReduceScatter { span, .. } => Some(span.clone()),
+        _ => None,
+    };
+    let spans: Option<Vec<_>> = steps.iter().map(span_of).collect();
     let Some(spans) = spans else { return false };
     let (num_bytes, num_ranks) = (spans[0].range.len(), spans.len());
+    // All ranks call the library with the same arguments.
+    let arguments = |step: &DeviceStep| match step {
+        DeviceStep::Broadcast { span, root } => ("broadcast", span.range.len(), Some(*root), None),
+        DeviceStep::AllGather { span } => ("all_gather", span.range.len(), None, None),
+        DeviceStep::AllReduce { span, op, .. } => ("all_reduce", span.range.len(), None, Some(*op)),
+        DeviceStep::ReduceScatter { span, op, .. } => ("reduce_scatter", span.range.len(), None, Some(*op)),
+        step => unreachable!("{step:?} is of one rank"),
+    };
+    assert!(steps.iter().all(|step| arguments(step) == arguments(steps[0])), "{steps:?}");
     let own_block = |rank: usize| rank * num_bytes / num_ranks..(rank + 1) * num_bytes / num_ranks;
     let reduce = |op: ReduceOp| {
         let all = spans.iter().map(values).reduce(|left, right| combined(&left, &right, op));

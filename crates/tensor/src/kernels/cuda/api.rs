@@ -189,13 +189,15 @@ impl NvrtcApi {
 }
 
 impl NcclApi {
-    /// As [`DriverApi::check`].
+    /// As [`DriverApi::check`]. `ncclInProgress` is no error, because communicators do not block.
     pub(super) fn check(&self, function: &'static str, status: Status) -> Result<(), CudaError> {
-        if status == 0 { Ok(()) } else { Err(self.error(function, status)) }
+        let accepted = [nccl::ncclResult_t::ncclSuccess, nccl::ncclResult_t::ncclInProgress];
+        let is_accepted = accepted.iter().any(|accepted| *accepted as Status == status);
+        if is_accepted { Ok(()) } else { Err(self.error(function, status)) }
     }
 
-    /// Returns the error of a result other than 0, with the library's text.
-    pub(super) fn error(&self, function: &'static str, status: Status) -> CudaError {
+    /// Returns the error of a status, with the library's text.
+    fn error(&self, function: &'static str, status: Status) -> CudaError {
         type GetErrorString = unsafe extern "C" fn(Status) -> *const c_char;
         // SAFETY: the function has this signature, but for a number in place of an enumeration. It returns a constant text for any number.
         let text = unsafe {

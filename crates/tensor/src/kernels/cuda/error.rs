@@ -46,9 +46,6 @@ pub enum CudaError {
     /// The file with the chosen algorithms of matmuls cannot be used.
     #[error("cannot use {}: {source}; make it writable, remove it, or do not time matmuls", path.display())]
     AlgorithmFile { path: PathBuf, source: std::io::Error },
-    /// The device failed before, with this cause.
-    #[error("{0}")]
-    Failed(String),
     /// A function of NCCL failed.
     #[error("{function} failed: {reason}")]
     Nccl { function: &'static str, reason: String },

@@ -105,8 +105,7 @@ const CUBLAS: LibraryKind = LibraryKind {
 const NCCL: LibraryKind = LibraryKind {
     name: "the library for collectives between GPUs (libnccl)",
     file_names: &["libnccl.so.2"],
-    advice: "install it with `pip install nvidia-nccl-cu12`, or set TRIREME_CUDA_LIBRARIES to the folder that contains it; without it, GPUs exchange \
-             data through the memory of their hosts",
+    advice: "install it with `pip install nvidia-nccl-cu12`, or set TRIREME_CUDA_LIBRARIES to the folder that contains it",
 };
 
 /// A library that was found.

@@ -172,7 +172,7 @@ fn blocks_over(shape: Shape) -> u32 {
 }
 
 impl Launch<'_> {
-    /// Launches on another stream than that of kernels.
+    /// Launches on `stream` instead of the compute stream.
     pub(super) fn on(self, stream: CUstream) -> Self {
         Launch { stream, ..self }
     }
@@ -193,7 +193,8 @@ impl Launch<'_> {
     pub(super) fn try_over_elements(self, shape: Shape) -> Result<(), CudaError> {
         let num_blocks = blocks_over(shape);
         let mut launch = self.arg(shape.num_elements());
-        if num_blocks > 0 { launch.try_run(num_blocks) } else { Ok(()) }
+        let launched = if num_blocks > 0 { launch.try_run(num_blocks) } else { Ok(()) };
+        launched.map_err(|error| CudaError::Kernel { name: launch.name, source: Box::new(error) })
     }
 
     /// Launches with a block per row, or with blocks that loop over rows. The number of rows is the last argument.

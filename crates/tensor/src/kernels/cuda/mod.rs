@@ -25,6 +25,7 @@ pub use installation::{CudaFolders, CudaInstallation, CudaReport, FoundLibrary, 
 pub(crate) use matmul::matmul_scratch_words;
 pub(crate) use run::attention_scratch;
 
+use crate::device::DeviceError;
 use crate::kernels::backend::{Backend, DeviceSide, HostCopy, Stream};
 use crate::kernels::call::Call;
 use crate::kernels::cpu::arena::Arena;
@@ -125,8 +126,11 @@ impl Cuda {
 }
 
 impl Backend for Cuda {
-    fn transport(self: Arc<Self>, arena: &Arc<Arena>) -> Option<Result<Arc<dyn DeviceTransport>, CudaError>> {
-        Some(Nccl::new(self, Arc::clone(arena)).map(|nccl| Arc::new(nccl) as _))
+    fn transport(
+        self: Arc<Self>,
+        arena: &Arc<Arena>,
+    ) -> Result<Option<Arc<dyn DeviceTransport>>, DeviceError> {
+        Ok(Some(Arc::new(Nccl::new(self, Arc::clone(arena))?)))
     }
 
     fn run(&self, call: Call) {

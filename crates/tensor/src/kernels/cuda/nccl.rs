@@ -1,8 +1,7 @@
 //! NCCL: communicators between GPUs.
 //!
-//! Communicators do not block: a function of the library may return before it has done its work, and the next one may be called only when
-//! the library says that the last one is through. A communicator that is dropped leaves its peers when all data has reached them; one whose
-//! operation has failed is aborted.
+//! Communicators do not block: a function may return before its work is done, and the next one may be called only when
+//! `ncclCommGetAsyncError` reports success. Dropping an idle communicator finalizes it; after a failure, it is aborted.
 
 use super::Cuda;
 use super::api::{NcclApi, Status, call};
@@ -23,10 +22,6 @@ use trireme_base::{
     DeviceTransport, DeviceTransportError, Rank, ReduceOp,
 };
 
-/// `ncclSuccess` and `ncclInProgress`.
-const SUCCESS: Status = 0;
-const IN_PROGRESS: Status = 7;
-
 /// How long a communicator that leaves waits for data to reach its peers, and the time between two checks.
 const LEAVE_MAX: Duration = Duration::from_secs(10);
 const LEAVE_POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -34,7 +29,7 @@ const LEAVE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// `NCCL_CONFIG_UNDEF_INT`.
 const UNDEFINED: c_int = c_int::MIN;
 
-/// The version of NCCL whose configuration is passed. Later versions accept it.
+/// The version of NCCL that declares this layout of `ncclConfig_t`. Later versions accept it.
 const CONFIG_VERSION: c_uint = 22_403;
 
 /// Opens communicators of a GPU.
@@ -78,15 +73,16 @@ impl DeviceTransport for Nccl {
         Ok(Box::new(communicator.map_err(library_error)?))
     }
 
-    fn allocate(&self, num_bytes: usize) -> Result<Arc<dyn DeviceMemory>, String> {
-        let block =
-            self.arena.allocate(num_bytes, Category::Communication).map_err(|error| error.to_string())?;
+    fn allocate(&self, num_bytes: usize) -> Result<Arc<dyn DeviceMemory>, DeviceTransportError> {
+        let failure = |cause: String| DeviceTransportError::Device(cause);
+        let block = self.arena.allocate(num_bytes, Category::Communication);
+        let block = block.map_err(|error| failure(error.to_string()))?;
         // Kernels that were issued before may still use the memory.
-        self.cuda.record().outcome()?;
+        self.cuda.record().outcome().map_err(failure)?;
         Ok(Arc::new(ExchangeMemory::new(block)))
     }
 
-    fn reduces(&self, dtype: DType) -> bool {
+    fn can_reduce(&self, dtype: DType) -> bool {
         matches!(dtype, DType::F32 | DType::Bf16 | DType::F16)
     }
 }
@@ -143,10 +139,12 @@ impl Communicator {
         };
         let (world_size, rank) = (world_size as c_int, rank.0 as c_int);
         // SAFETY: writes a handle, which `abort` frees. The library copies the configuration.
-        let begun = unsafe {
-            (nccl.api.ncclCommInitRankConfig)(&mut communicator.handle, world_size, id, rank, &mut config)
+        unsafe {
+            call!(
+                nccl.api,
+                ncclCommInitRankConfig(&mut communicator.handle, world_size, id, rank, &mut config)
+            )?
         };
-        communicator.check("ncclCommInitRankConfig", begun)?;
         Ok(communicator)
     }
 
@@ -154,17 +152,8 @@ impl Communicator {
         &self.nccl.cuda.context
     }
 
-    /// Turns the result of a function of the library into an error, unless it has succeeded or is in progress.
-    fn check(&self, function: &'static str, status: Status) -> Result<(), CudaError> {
-        if matches!(status, SUCCESS | IN_PROGRESS) {
-            Ok(())
-        } else {
-            Err(self.nccl.api.error(function, status))
-        }
-    }
-
-    /// Returns whether the library has done what the last function began.
-    fn is_through(&self) -> Result<bool, CudaError> {
+    /// Returns whether the last function has done its work.
+    fn is_idle(&self) -> Result<bool, CudaError> {
         let mut state = nccl::ncclResult_t::ncclSuccess;
         // The library may write numbers that the enumeration does not have.
         let place = (&raw mut state).cast::<Status>();
@@ -173,18 +162,15 @@ impl Communicator {
             call!(self.nccl.api, ncclCommGetAsyncError(self.handle, place.cast()))?;
             place.read()
         };
-        self.check("an operation of NCCL", state)?;
-        Ok(state == SUCCESS)
+        self.nccl.api.check("an operation of NCCL", state)?;
+        Ok(state == nccl::ncclResult_t::ncclSuccess as Status)
     }
 
     /// Gives steps to the library and the driver as far as possible. Returns whether all have run.
     fn advance(&mut self) -> Result<bool, CudaError> {
-        if let Some(cause) = self.nccl.cuda.streams.failure() {
-            return Err(CudaError::Failed(cause));
-        }
         self.context().enter()?;
         while !self.is_issued {
-            if !self.is_through()? {
+            if !self.is_idle()? {
                 return Ok(false);
             }
             if self.waiting.is_empty() {
@@ -204,7 +190,7 @@ impl Communicator {
         if self.has_run()? {
             return Ok(true);
         }
-        self.is_through()?;
+        self.is_idle()?;
         Ok(false)
     }
 
@@ -229,10 +215,10 @@ impl Communicator {
         }
         let api = self.nccl.api;
         // SAFETY: no requirements.
-        self.check("ncclGroupStart", unsafe { (api.ncclGroupStart)() })?;
+        unsafe { call!(api, ncclGroupStart())? };
         let issued = batch.iter().try_for_each(|step| self.issue_step(step));
         // SAFETY: ends the group that was started, also if a step was refused.
-        let ended = self.check("ncclGroupEnd", unsafe { (api.ncclGroupEnd)() });
+        let ended = unsafe { call!(api, ncclGroupEnd()) };
         issued.and(ended)
     }
 
@@ -246,41 +232,36 @@ impl Communicator {
             match step {
                 DeviceStep::Send { from, to } => {
                     let (start, len) = span(from);
-                    let sent =
-                        (api.ncclSend)(start as *const c_void, len, bytes, to.0 as c_int, comm, stream);
-                    self.check("ncclSend", sent)
+                    let (from, to) = (start as *const c_void, to.0 as c_int);
+                    call!(api, ncclSend(from, len, bytes, to, comm, stream))
                 }
                 DeviceStep::Receive { to, from } => {
                     let (start, len) = span(to);
-                    let received =
-                        (api.ncclRecv)(start as *mut c_void, len, bytes, from.0 as c_int, comm, stream);
-                    self.check("ncclRecv", received)
+                    let (to, from) = (start as *mut c_void, from.0 as c_int);
+                    call!(api, ncclRecv(to, len, bytes, from, comm, stream))
                 }
                 DeviceStep::Broadcast { span: all, root } => {
                     let (start, len) = span(all);
-                    let root = root.0 as c_int;
-                    let (from, to) = (start as *const c_void, start as *mut c_void);
-                    self.check("ncclBroadcast", (api.ncclBroadcast)(from, to, len, bytes, root, comm, stream))
+                    let (from, to, root) = (start as *const c_void, start as *mut c_void, root.0 as c_int);
+                    call!(api, ncclBroadcast(from, to, len, bytes, root, comm, stream))
                 }
                 DeviceStep::AllGather { span: all } => {
                     let (start, len) = span(all);
                     let (from, to) = (own_block(start, len) as *const c_void, start as *mut c_void);
-                    let len = len / self.world_size;
-                    self.check("ncclAllGather", (api.ncclAllGather)(from, to, len, bytes, comm, stream))
+                    call!(api, ncclAllGather(from, to, len / self.world_size, bytes, comm, stream))
                 }
                 DeviceStep::AllReduce { span: all, dtype, op } => {
                     let (start, len) = span(all);
                     let (from, to) = (start as *const c_void, start as *mut c_void);
                     let (len, dtype, op) = (len / dtype.size(), data_type(*dtype), reduction(*op));
-                    self.check("ncclAllReduce", (api.ncclAllReduce)(from, to, len, dtype, op, comm, stream))
+                    call!(api, ncclAllReduce(from, to, len, dtype, op, comm, stream))
                 }
                 DeviceStep::ReduceScatter { span: all, dtype, op } => {
                     let (start, len) = span(all);
                     let (from, to) = (start as *const c_void, own_block(start, len) as *mut c_void);
                     let len = len / dtype.size() / self.world_size;
                     let (dtype, op) = (data_type(*dtype), reduction(*op));
-                    let scattered = (api.ncclReduceScatter)(from, to, len, dtype, op, comm, stream);
-                    self.check("ncclReduceScatter", scattered)
+                    call!(api, ncclReduceScatter(from, to, len, dtype, op, comm, stream))
                 }
                 DeviceStep::Copy { from, to } => {
                     let ((from, from_len), (to, to_len)) = (span(from), span(to));
@@ -310,15 +291,15 @@ impl Communicator {
 }
 
 impl DeviceCommunicator for Communicator {
-    fn is_done(&mut self) -> Result<bool, DeviceTransportError> {
-        let advanced = if self.handle.is_null() {
-            Err(CudaError::NcclUnavailable("the communicator was aborted".to_owned()))
-        } else {
-            self.advance()
-        };
-        advanced.map_err(|error| match error {
+    fn poll(&mut self) -> Result<bool, DeviceTransportError> {
+        assert!(!self.handle.is_null(), "the communicator was aborted");
+        let streams = &self.nccl.cuda.streams;
+        if let Some(cause) = streams.failure() {
+            return Err(DeviceTransportError::Device(cause));
+        }
+        self.advance().map_err(|error| match error {
             // Failures that NCCL reports may be those of other ranks.
-            error @ (CudaError::Nccl { .. } | CudaError::NcclUnavailable(_)) => library_error(error),
+            error @ CudaError::Nccl { .. } => library_error(error),
             error => {
                 let streams = &self.nccl.cuda.streams;
                 streams.fail(&error);
@@ -331,7 +312,7 @@ impl DeviceCommunicator for Communicator {
         assert!(self.waiting.is_empty() && self.running.is_empty(), "operations run one at a time");
         self.waiting.extend(steps);
         self.is_issued = false;
-        self.is_done().map(drop)
+        self.poll().map(drop)
     }
 
     fn abort(&mut self) {
@@ -361,10 +342,10 @@ impl Communicator {
             return false;
         }
         // SAFETY: a communicator that was not aborted, and runs nothing.
-        let begun = self.check("ncclCommFinalize", unsafe { (self.nccl.api.ncclCommFinalize)(self.handle) });
+        let begun = unsafe { call!(self.nccl.api, ncclCommFinalize(self.handle)) };
         let since = Instant::now();
         while begun.is_ok() && since.elapsed() < LEAVE_MAX {
-            match self.is_through() {
+            match self.is_idle() {
                 Ok(true) => {
                     // SAFETY: finalized; it is not used any more.
                     let _ = unsafe { (self.nccl.api.ncclCommDestroy)(self.handle) };
@@ -391,7 +372,7 @@ impl Drop for Communicator {
     }
 }
 
-/// Returns the library's number of a dtype, of those that [`Nccl::reduces`].
+/// Returns the library's number of a dtype, of those that GPUs [can reduce](Nccl::can_reduce).
 fn data_type(dtype: DType) -> nccl::ncclDataType_t {
     match dtype {
         DType::F32 => nccl::ncclDataType_t::ncclFloat32,
@@ -401,7 +382,7 @@ fn data_type(dtype: DType) -> nccl::ncclDataType_t {
     }
 }
 
-/// Returns the library's number of a reduction, which is that of `sources/exchange.cu` as well. A mean is a sum until it is divided.
+/// Returns NCCL's number of a reduction, which `sources/exchange.cu` uses as well. A mean is a sum until it is divided.
 fn reduction(op: ReduceOp) -> nccl::ncclRedOp_t {
     match op {
         ReduceOp::Sum | ReduceOp::Mean => nccl::ncclRedOp_t::ncclSum,
