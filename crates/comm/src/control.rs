@@ -214,8 +214,8 @@ impl Control {
         self.awaited_failure(Some(rank), call).unwrap_or_else(|| call.peer_lost(rank))
     }
 
-    /// Waits up to [`REASON_WAIT`] for a notice that ends `call`; given a `rank`, only while that rank is connected. Returns the failure, if
-    /// there is one.
+    /// Waits up to [`REASON_WAIT`] for a notice that ends `call`; given a `rank`, only while that rank is connected. Returns the failure,
+    /// if there is one.
     pub(crate) fn awaited_failure(&mut self, rank: Option<Rank>, call: &Call) -> Option<CommError> {
         let deadline = Instant::now() + REASON_WAIT;
         loop {

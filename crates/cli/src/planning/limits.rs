@@ -36,8 +36,8 @@ pub(super) fn bounds(config: &Config, workers: Workers<'_>) -> MemoryBounds {
     }
 }
 
-/// Returns whether the plan assumes that GPUs exchange data by NCCL: the config allows it, NCCL is installed and no two workers of this host
-/// share a GPU. Without a usable GPU here, assumes a machine with GPUs and NCCL.
+/// Returns whether the plan assumes that GPUs exchange data by NCCL: the config allows it, NCCL is installed and no two workers of this
+/// host share a GPU. Without a usable GPU here, assumes a machine with GPUs and NCCL.
 pub(super) fn uses_nccl(config: &Config, workers: Workers<'_>) -> bool {
     if config.training().device != DeviceName::Cuda || workers.world_size == 1 {
         return false;

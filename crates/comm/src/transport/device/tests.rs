@@ -82,7 +82,7 @@ fn reduced(op: ReduceOp, world_size: usize, index: usize) -> f32 {
 /// The program of a rank, and how far it is.
 struct Program {
     steps: VecDeque<DeviceStep>,
-    /// Number of the first steps that are transfers under way.
+    /// Number of the first steps that are transfers in flight.
     num_begun: usize,
 }
 
