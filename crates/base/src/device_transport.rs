@@ -37,11 +37,10 @@ impl DeviceSpan {
     }
 }
 
-/// A step of an operation on the memory of a device. Steps run in order; transfers that follow each other run together, so that ranks may
-/// list theirs in any order.
+/// A part of an [exchange](DeviceStep::Exchange).
 #[derive(Debug, Clone)]
-pub enum DeviceStep {
-    /// Sends bytes to a rank, which [receives](DeviceStep::Receive) as many.
+pub enum DeviceTransfer {
+    /// Sends bytes to a rank, which [receives](DeviceTransfer::Receive) as many.
     Send {
         /// The bytes.
         from: DeviceSpan,
@@ -55,6 +54,14 @@ pub enum DeviceStep {
         /// The sender.
         from: Rank,
     },
+}
+
+/// A step of an operation on the memory of a device. Steps run in order.
+#[derive(Debug, Clone)]
+pub enum DeviceStep {
+    /// Transfers that run together, so that ranks may list theirs in any order. A transfer and its counterpart are in the same exchange of
+    /// the two ranks, counted from the first one that both have.
+    Exchange(Vec<DeviceTransfer>),
     /// Sends bytes of the root to all ranks, in place.
     Broadcast {
         /// The bytes, on every rank.
@@ -179,6 +186,7 @@ pub trait DeviceCommunicator: Send {
     /// If earlier steps have not run, or if memory is of another device.
     fn issue(&mut self, steps: Vec<DeviceStep>) -> Result<(), DeviceTransportError>;
 
-    /// Ends all steps that have not run, without the peers. No step writes memory afterwards.
+    /// Ends all steps that have not run, without the peers. Does not block: memory stays allocated until no step writes to it. The
+    /// communicator can only be dropped then.
     fn abort(&mut self);
 }

@@ -42,8 +42,8 @@ pub use bytes::{Bytes, HUGE_PAGE_BYTES, ParseBytesError};
 pub use category::Category;
 pub use cost::{Cost, Traffic};
 pub use device_transport::{
-    DeviceCommunicator, DeviceCommunicatorId, DeviceMemory, DeviceSpan, DeviceStep, DeviceTransport,
-    DeviceTransportError,
+    DeviceCommunicator, DeviceCommunicatorId, DeviceMemory, DeviceSpan, DeviceStep, DeviceTransfer,
+    DeviceTransport, DeviceTransportError,
 };
 pub use dtype::DType;
 pub use error_text::with_sources;

@@ -72,6 +72,8 @@ impl Call {
 pub(crate) enum Payload {
     /// The payload of a barrier.
     Nothing,
+    /// Makes the ranks join the communicator of their devices.
+    JoinDevices,
     /// The vector of an in-place operation.
     Vector(Storage),
     /// The vectors of an out-of-place operation. `lens` are the block lengths of a variable all-to-all.
@@ -119,7 +121,7 @@ impl Payload {
         match self {
             Payload::Vector(vector) => vector.is_on_device(),
             Payload::Pair { input, output, .. } => input.is_on_device() || output.is_on_device(),
-            Payload::Nothing | Payload::Blocks(_) => false,
+            Payload::Nothing | Payload::JoinDevices | Payload::Blocks(_) => false,
         }
     }
 
@@ -131,7 +133,7 @@ impl Payload {
         match self {
             Payload::Vector(vector) => vector.wait(),
             Payload::Pair { input, output, .. } => input.wait().and_then(|()| output.wait()),
-            Payload::Nothing | Payload::Blocks(_) => Ok(()),
+            Payload::Nothing | Payload::JoinDevices | Payload::Blocks(_) => Ok(()),
         }
     }
 }

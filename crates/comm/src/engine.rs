@@ -93,9 +93,10 @@ impl Engine {
         self.statistics.waiting += cost.waiting;
         self.recorder.end(&call, ended, &result);
         if let Err(failure) = &result {
-            self.transport.abandon(payload);
+            // Peers are told first.
             self.control.announce(call.sequence, failure, self.recorder.reported_place());
             self.recorder.recorder.write(Occasion::Failed);
+            self.transport.abandon(payload);
         }
         result
     }
@@ -134,7 +135,8 @@ impl Engine {
             }
             (None, None) => return self.control.leave(self.next_sequence),
         }
-        // Closes the data connections now, so that ranks that wait on them notice.
+        // Closes the data connections now, so that ranks that wait on them notice. Devices do not wait for each other.
+        self.transport.abandon(&mut Payload::Nothing);
         drop(self.transport);
         if self.recorder.recorder.waits_for_peer_reports() {
             self.control.wait_for_places();

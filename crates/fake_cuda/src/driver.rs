@@ -111,12 +111,6 @@ unsafe extern "C" fn cuDeviceTotalMem_v2(num_bytes: Out<'_, usize>, _device: c_i
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: Out<'_, [u8; 16]>, device: c_int) -> CUresult {
-    uuid.write([device as u8 + 1; 16]);
-    CUDA_SUCCESS
-}
-
-#[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetAttribute(
     value: Out<'_, c_int>,
     attribute: CUdevice_attribute,
@@ -127,6 +121,8 @@ unsafe extern "C" fn cuDeviceGetAttribute(
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => driver.gpus.capability(device) / 10,
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => driver.gpus.capability(device) % 10,
             CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => NUM_MULTIPROCESSORS,
+            CU_DEVICE_ATTRIBUTE_PCI_BUS_ID => device + 1,
+            CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID | CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID => 0,
             _ => return Err(CUDA_ERROR_INVALID_VALUE),
         };
         value.write(found);

@@ -12,8 +12,9 @@
 //! - NCCL's communicators are sockets between processes ([`nccl`]).
 //! - Streams run late, in any order that events allow ([`stream`]). The seed chooses this order as well.
 //!
-//! The variable `FAKE_CUDA_SEED` sets the seed, `FAKE_CUDA_SANITIZE` names sanitizers for kernels ([`nvrtc`]), `FAKE_NCCL_KILLED` ends a
-//! process within an operation of NCCL ([`nccl`]), and the other variables that start with `FAKE_CUDA_` describe the GPUs ([`gpu`]).
+//! The variable `FAKE_CUDA_SEED` sets the seed, `FAKE_CUDA_SANITIZE` names sanitizers for kernels ([`nvrtc`]), `FAKE_NCCL_KILLED` and
+//! `FAKE_NCCL_STOPPED` kill or stop a process in an operation of NCCL ([`nccl`]), and the other variables that start with `FAKE_CUDA_`
+//! describe the GPUs ([`gpu`]).
 #![allow(unsafe_code)]
 #![allow(non_snake_case, reason = "the functions have the names of the libraries that they stand for")]
 

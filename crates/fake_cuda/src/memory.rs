@@ -1,6 +1,6 @@
 //! Device memory: pages that the host cannot access while no job runs.
 
-use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ops::Range;
@@ -31,7 +31,11 @@ impl DeviceMemory {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a new mapping at an address that the system chooses.
         let start = unsafe { mmap_anonymous(std::ptr::null_mut(), num_bytes, ProtFlags::empty(), flags) };
-        let start = start.ok()? as usize;
+        let start = start.ok()?;
+        // Access is allowed and taken for each call of the driver, which takes long for many small pages. Best effort.
+        // SAFETY: the mapping from above.
+        let _ = unsafe { madvise(start, num_bytes, Advice::LinuxHugepage) };
+        let start = start as usize;
         self.reserved.insert(start, num_bytes);
         Some(start)
     }

@@ -2,13 +2,14 @@
 //!
 //! Sockets have abstract names, which vanish with their processes. A transfer is a job of a stream: it sends what it has to send when it
 //! begins, and is done when everything that it receives has arrived. As with the real library, an operation whose peer is lost never ends
-//! until it is aborted.
+//! until it is aborted, and a communicator that is aborted or destroyed waits until its peers have done the same.
 
 use crate::Out;
 use crate::driver::{call, ordinal};
 use crate::floats::{rounded, rounded_bf16, widened, widened_bf16};
 use crate::stream::Job;
 use cudarc::driver::sys::CUresult::{CUDA_ERROR_INVALID_VALUE, CUDA_SUCCESS};
+use rustix::process::{Signal, getpid, kill_process};
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -18,8 +19,11 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Names the rank and the number of an operation of any communicator, separated by a colon, at which the process of that rank ends.
+/// Names the rank and the number of an operation of any communicator, separated by a colon, at which the process of that rank is killed.
 const KILLED_VARIABLE: &str = "FAKE_NCCL_KILLED";
+
+/// As [`KILLED_VARIABLE`], for a process that stops.
+const STOPPED_VARIABLE: &str = "FAKE_NCCL_STOPPED";
 
 const SUCCESS: c_int = 0;
 const INVALID_ARGUMENT: c_int = 4;
@@ -47,6 +51,8 @@ struct State {
     status: c_int,
     is_aborted: bool,
     num_operations: u64,
+    /// Number of peers that have not left.
+    num_connected: usize,
     /// For each peer, the connection to send on. Empty until all are connected.
     peers: Vec<Option<UnixStream>>,
     /// For each peer, what has arrived from it.
@@ -72,11 +78,14 @@ impl Communicator {
                     readers.push((peer, socket.try_clone().expect("file descriptors for sockets")));
                 }
                 let mut state = self.lock();
-                (state.peers, state.status) = (peers, SUCCESS);
+                (state.peers, state.status, state.num_connected) = (peers, SUCCESS, readers.len());
                 drop(state);
                 for (peer, socket) in readers {
                     let own = Arc::clone(&self);
-                    std::thread::spawn(move || own.read_frames(peer, socket));
+                    std::thread::spawn(move || {
+                        own.read_frames(peer, socket);
+                        own.lock().num_connected -= 1;
+                    });
                 }
             }
             Err(error) => {
@@ -135,14 +144,18 @@ impl Communicator {
             };
             match read() {
                 Ok(Some(bytes)) => self.lock().arrived[peer].push_back(bytes),
-                Ok(None) => return,
+                Ok(None) => {
+                    // Until the peer closes the connection.
+                    let _ = socket.read(&mut [0]);
+                    return;
+                }
                 Err(_) => return self.set_status(REMOTE_ERROR),
             }
         }
     }
 
-    /// Runs transfers as far as possible. Returns whether they are done. Device memory is accessible.
-    fn run(&self, transfers: &mut Transfers) -> bool {
+    /// Runs transfers as far as possible. Returns whether they are done. Calls `open` before it accesses device memory.
+    fn run(&self, transfers: &mut Transfers, open: &mut dyn FnMut()) -> bool {
         let state = self.lock();
         if state.is_aborted {
             return true;
@@ -150,9 +163,14 @@ impl Communicator {
         if state.peers.is_empty() {
             return false;
         }
-        let sockets: Vec<Option<UnixStream>> =
-            state.peers.iter().map(|peer| peer.as_ref().and_then(|peer| peer.try_clone().ok())).collect();
+        // Writing may block until a peer's thread reads, so the state is not locked meanwhile.
+        let copy = |peer: &Option<UnixStream>| peer.as_ref().and_then(|peer| peer.try_clone().ok());
+        let sockets: Vec<_> =
+            if transfers.sent.is_empty() { Vec::new() } else { state.peers.iter().map(copy).collect() };
         drop(state);
+        if !transfers.sent.is_empty() {
+            open();
+        }
         for (peer, bytes) in std::mem::take(&mut transfers.sent) {
             let bytes = bytes.read();
             // The peer's thread reads all the time. If the peer is lost, so is the operation.
@@ -169,6 +187,7 @@ impl Communicator {
         let frames = transfers.received.iter().map(|peer| state.arrived[*peer].pop_front());
         let mut frames = frames.collect::<Option<VecDeque<_>>>().expect("they have arrived");
         drop(state);
+        open();
         transfers.ends.drain(..).for_each(|end| end(&mut frames));
         true
     }
@@ -350,19 +369,23 @@ fn enqueue(handle: Handle, stream: u64, fill: impl FnOnce(&Communicator, &mut Tr
 fn issue(own: Arc<Communicator>, stream: u64, mut transfers: Transfers) -> c_int {
     let mut state = own.lock();
     state.num_operations += 1;
-    let killed = std::env::var(KILLED_VARIABLE).unwrap_or_default();
-    let is_killed = killed == format!("{}:{}", own.rank, state.num_operations);
+    let place = format!("{}:{}", own.rank, state.num_operations);
+    let [is_killed, is_stopped] = [KILLED_VARIABLE, STOPPED_VARIABLE]
+        .map(|variable| std::env::var(variable).is_ok_and(|at| at == place));
     drop(state);
     let issued = call(|driver| {
         if !transfers.used.iter().all(|bytes| driver.memory.contains(bytes.start, bytes.len)) {
             return Err(CUDA_ERROR_INVALID_VALUE);
         }
-        let job = move || {
+        let job = move |open: &mut dyn FnMut()| {
             if is_killed {
                 // Ends the process as the system does, without a destructor.
                 std::process::abort();
             }
-            own.run(&mut transfers)
+            if is_stopped {
+                let _ = kill_process(getpid(), Signal::STOP);
+            }
+            own.run(&mut transfers, open)
         };
         driver.push(stream, Job::Poll(Box::new(job)))
     });
@@ -417,6 +440,7 @@ extern "C" fn ncclCommInitRankConfig(
         status: IN_PROGRESS,
         is_aborted: false,
         num_operations: 0,
+        num_connected: 0,
         peers: Vec::new(),
         arrived: (0..world_size).map(|_| VecDeque::new()).collect(),
     };
@@ -454,7 +478,11 @@ extern "C" fn ncclCommAbort(comm: Handle) -> c_int {
     let mut state = own.lock();
     state.is_aborted = true;
     for peer in state.peers.drain(..).flatten() {
-        let _ = peer.shutdown(std::net::Shutdown::Both);
+        let _ = peer.shutdown(std::net::Shutdown::Write);
+    }
+    drop(state);
+    while own.lock().num_connected > 0 {
+        std::thread::sleep(RETRY_INTERVAL);
     }
     SUCCESS
 }

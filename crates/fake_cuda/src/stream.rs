@@ -38,8 +38,9 @@ pub(crate) enum Job {
     },
     /// Work of another library, such as a matmul, and the milliseconds that it takes on the driver's clock.
     Run(Box<dyn FnOnce() + Send>, u32),
-    /// Work of another library that waits for other processes. Called until it returns that it is done.
-    Poll(Box<dyn FnMut() -> bool + Send>),
+    /// Work of another library that waits for other processes. Called until it returns that it is done. It calls its argument before it
+    /// accesses device memory.
+    Poll(Box<dyn FnMut(&mut dyn FnMut()) -> bool + Send>),
     /// Waits for a recording of an event.
     Wait {
         event: u64,
@@ -270,8 +271,7 @@ impl Driver {
         let job = self.streams.get_mut(&self.preferred).and_then(VecDeque::pop_front);
         match job.expect("the stream is ready") {
             Job::Poll(mut poll) => {
-                self.memory.set_open(true);
-                if !poll() {
+                if !poll(&mut || self.memory.set_open(true)) {
                     let jobs = self.streams.get_mut(&self.preferred).expect("it has had a job");
                     jobs.push_front(Job::Poll(poll));
                     self.preferred = 0;

@@ -424,7 +424,11 @@ impl Device {
     ///
     /// # Errors
     /// As [`empty`](Device::empty).
+    ///
+    /// # Panics
+    /// If the device has no [transport](Device::transport).
     pub fn exchange_tensor(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor> {
+        assert!(self.is_gpu, "GPUs exchange memory");
         Tensor::allocate_for_exchange(&self.arena, shape, dtype, category)
     }
 

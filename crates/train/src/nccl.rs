@@ -13,10 +13,10 @@ use trireme_tensor::{CudaInstallation, Device, DeviceError};
 /// The GPU and the NCCL of a rank, which all ranks exchange.
 #[derive(Debug, Serialize, Deserialize)]
 struct NcclSupport {
-    /// Identifier of the rank's GPU.
-    gpu: [u8; 16],
+    /// Place of the rank's GPU on PCI.
+    gpu: [i32; 3],
     /// The version of NCCL, or why it cannot be used.
-    nccl: Result<(i32, i32), String>,
+    nccl: Result<i32, String>,
 }
 
 /// Sets NCCL as the device transport of the group if the config allows it and all GPUs can use it. Notifies the user if they cannot.
@@ -32,9 +32,9 @@ pub(crate) fn connect_gpus(
         return Ok(());
     }
     let installation = CudaInstallation::from_environment().map_err(DeviceError::from)?;
-    let nccl = installation.nccl_library().map(|found| found.version).map_err(ToString::to_string);
+    let nccl = installation.nccl_version().map_err(ToString::to_string);
     group.set_program_line(format_args!("comparing the GPUs of the ranks"));
-    let all = all_gather_json(group, &NcclSupport { gpu: gpu.gpu.uuid, nccl })?;
+    let all = all_gather_json(group, &NcclSupport { gpu: gpu.gpu.pci, nccl })?;
     let hosts = group.hosts();
     let needs_encryption = config.comm().tls_certificate.is_some() && hosts.num_hosts() > 1;
     let obstacle = if needs_encryption {
@@ -70,7 +70,8 @@ fn obstacle_to_nccl(all: &[NcclSupport], host_of: impl Fn(usize) -> usize) -> Op
         if let (Ok(first), Ok(other)) = (&all[0].nccl, nccl)
             && first != other
         {
-            let [first, other] = [first, other].map(|(major, minor)| format!("{major}.{minor}"));
+            let [first, other] = [first, other]
+                .map(|version| format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100));
             return Some(format!(
                 "rank 0 has NCCL {first} and rank {rank} has NCCL {other}; install the same version on all hosts"
             ));
@@ -87,24 +88,24 @@ fn obstacle_to_nccl(all: &[NcclSupport], host_of: impl Fn(usize) -> usize) -> Op
 mod tests {
     use super::*;
 
-    fn support(gpu: u8, version: (i32, i32)) -> NcclSupport {
-        NcclSupport { gpu: [gpu; 16], nccl: Ok(version) }
+    fn support(gpu: i32, version: i32) -> NcclSupport {
+        NcclSupport { gpu: [0, gpu, 0], nccl: Ok(version) }
     }
 
     #[test]
     fn gpus_use_nccl_if_all_have_the_same_version_and_none_is_shared() {
-        let all = [support(1, (2, 27)), support(2, (2, 27)), support(1, (2, 27))];
+        let all = [support(1, 22_703), support(2, 22_703), support(1, 22_703)];
         assert_eq!(obstacle_to_nccl(&all, |rank| rank / 2), None);
         assert_eq!(obstacle_to_nccl(&all, |_| 0).unwrap(), "ranks 0 and 2 share a GPU");
-        let all = [support(1, (2, 27)), support(2, (2, 21))];
+        let all = [support(1, 22_703), support(2, 22_705)];
         assert!(
             obstacle_to_nccl(&all, |_| 0)
                 .unwrap()
-                .starts_with("rank 0 has NCCL 2.27 and rank 1 has NCCL 2.21")
+                .starts_with("rank 0 has NCCL 2.27.3 and rank 1 has NCCL 2.27.5")
         );
-        let missing = NcclSupport { gpu: [3; 16], nccl: Err("it is not installed".to_owned()) };
+        let missing = NcclSupport { gpu: [0, 3, 0], nccl: Err("it is not installed".to_owned()) };
         assert_eq!(
-            obstacle_to_nccl(&[support(1, (2, 27)), missing], |_| 0).unwrap(),
+            obstacle_to_nccl(&[support(1, 22_703), missing], |_| 0).unwrap(),
             "rank 1: it is not installed"
         );
     }

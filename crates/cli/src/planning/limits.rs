@@ -46,7 +46,7 @@ pub(super) fn uses_nccl(config: &Config, workers: Workers<'_>) -> bool {
     let needs_encryption =
         config.comm().tls_certificate.is_some() && workers.local_world_size < workers.world_size;
     let can_use = || {
-        let has_nccl = || CudaInstallation::from_environment().is_ok_and(|cuda| cuda.nccl_library().is_ok());
+        let has_nccl = || CudaInstallation::from_environment().is_ok_and(|cuda| cuda.nccl_version().is_ok());
         local_gpus(config, workers.local_world_size)
             .map_or(true, |gpus| has_nccl() && (0..gpus.len()).all(|worker| num_sharing(&gpus, worker) == 1))
     };

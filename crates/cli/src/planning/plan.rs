@@ -258,7 +258,7 @@ pub(super) fn dry_executor(
     let PlannedRun { config, workload, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
     let model = workload.build(&device, config.model_rank(Rank(workers.rank))).map_err(TrainError::from)?;
-    let group = workers.dry_group()?;
+    let group = workers.dry_group(config)?;
     if limits::uses_nccl(config, workers)
         && let Some(transport) = device.transport().map_err(TrainError::from)?
     {

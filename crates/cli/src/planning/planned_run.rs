@@ -5,10 +5,10 @@ use crate::numbers::with_noun;
 use std::fmt;
 use std::path::Path;
 use trireme_base::{ContextRank, Rank};
-use trireme_comm::{CommError, Group, TransportChoice, TransportKind};
+use trireme_comm::{CommError, Group, GroupOptions, TransportChoice, TransportKind};
 use trireme_data::Corpus;
 use trireme_model::{Model, ModelConfig, ModelError, TensorSpec};
-use trireme_parallel::ValidationBatches;
+use trireme_parallel::{Determinism, ValidationBatches};
 use trireme_schedule::collective::Hosts;
 use trireme_tensor::{Device, ModelRank, SimdLevel};
 use trireme_train::config::{Config, ConfigError, TaskKind};
@@ -164,14 +164,16 @@ impl<'a> Workers<'a> {
     }
 
     /// Returns this worker's group in a dry world, in which no other rank runs. Neighboring ranks share a host, as launchers number them.
-    pub(super) fn dry_group(&self) -> Result<Group, CommError> {
+    pub(super) fn dry_group(&self, config: &Config) -> Result<Group, CommError> {
         let hosts: Vec<usize> = (0..self.world_size).map(|rank| rank / self.local_world_size).collect();
         let transport = match (self.num_sharing_memory > 1, self.shares_memory) {
             (true, true) => TransportKind::Shm,
             (true, false) => TransportKind::ShmAndTcp,
             (false, _) => TransportKind::Tcp,
         };
-        Group::dry(Rank(self.rank), Hosts::new(&hosts), transport)
+        let keeps_order = config.training().determinism == Determinism::Layout;
+        let options = GroupOptions { keeps_order, ..GroupOptions::default() };
+        Group::dry(Rank(self.rank), Hosts::new(&hosts), transport, &options)
     }
 
     /// Returns a worker for each pipeline rank, on this host if possible, and the number of workers of this host that have that pipeline

@@ -10,7 +10,7 @@ mod validation;
 use case::Case;
 use trireme_base::{Category, CategoryBytes, ContextRank, MemoryUse, Rank};
 use trireme_codec::Compression;
-use trireme_comm::{Group, TransportKind};
+use trireme_comm::{Group, GroupOptions, TransportKind};
 use trireme_model::{Batch, Model, ModelConfig, ModelError, ModelProfile, TensorSpec, token_specs};
 use trireme_optim::{LossScaling, MuonScale, OptimizerName, OptimizerOptions, OptimizerSettings};
 use trireme_parallel::{

@@ -279,3 +279,14 @@ fn a_rank_that_is_killed_in_an_operation_of_nccl_ends_the_run() {
         assert_contains(&error, &["rank 1 was killed by SIGABRT", operation, ", line ", "rank 1"]);
     }
 }
+
+/// The library keeps a communicator that is aborted waiting for its peers, which must not keep the rank from telling what has happened.
+#[test]
+fn a_rank_that_stops_in_an_operation_of_nccl_ends_the_run() {
+    let fixture = Fixture::with_corpus();
+    let Some(mut command) = gpu_run(&fixture, "2", "--set comm.timeout_seconds=2") else { return };
+    command.env("FAKE_NCCL_STOPPED", "1:7");
+    let outcome = Running::start(command).end();
+    assert_eq!(outcome.code, Some(1), "{outcome:?}");
+    assert_contains(&outcome.stderr, &["made no progress for 2s", "     1  stopped", ", line "]);
+}

@@ -44,6 +44,22 @@ impl Group {
         Work::queued(executor.queue.submit(Operation::BARRIER, Payload::Nothing), |_| ())
     }
 
+    /// Prepares exchanges of vectors in device memory, if they are [needed](Group::need_devices): the devices join a communicator, and
+    /// memory for sums in canonical order is allocated. Completes when all ranks have done so. Otherwise, the first exchange does this.
+    ///
+    /// # Errors
+    /// [`CommError::Allocate`] if there is not enough memory on the device. From the work: any failure that ends a group.
+    pub fn join_devices(&self) -> Result<Work<()>, CommError> {
+        if !self.has_device_transport() || !self.devices.are_needed.load(Ordering::Relaxed) {
+            return Ok(Work::ready(Ok(())));
+        }
+        if self.options.keeps_order {
+            self.reserve_scratch()?;
+        }
+        let Some(executor) = &self.executor else { return Ok(Work::ready(Ok(()))) };
+        Ok(Work::queued(executor.queue.submit(Operation::BARRIER, Payload::JoinDevices), |_| ()))
+    }
+
     /// Sends a vector to rank `to`, which must [receive](Group::receive) a vector of the same type and length. Messages from one rank to
     /// another arrive in order. Apart from that, messages and the group's operations may be issued in any order.
     ///

@@ -141,12 +141,17 @@ impl Group {
     ///
     /// # Panics
     /// If `hosts` have no such rank.
-    pub fn dry(rank: Rank, hosts: Hosts, transport: TransportKind) -> Result<Group, CommError> {
+    pub fn dry(
+        rank: Rank,
+        hosts: Hosts,
+        transport: TransportKind,
+        options: &GroupOptions,
+    ) -> Result<Group, CommError> {
         assert!(rank.0 < hosts.world_size(), "no {rank} among {} ranks", hosts.world_size());
         let fail = |source| CommError::Allocate { bytes: 0, source: Arc::new(source) };
         let arena = Some(Arena::dry().map_err(fail)?);
         let recorder = FlightRecorder::new(rank, hosts.world_size());
-        let alone = Group::single_rank(arena, SplitContext::inproc(), &GroupOptions::default(), recorder);
+        let alone = Group::single_rank(arena, SplitContext::inproc(), options, recorder);
         let members = (0..hosts.world_size()).map(Rank).collect();
         let dry = Dry { journal: Arc::default(), members };
         Ok(alone.into_dry(rank, hosts, transport, dry))
@@ -376,6 +381,11 @@ impl Group {
     /// Whether the group has several ranks and a [device transport](Group::set_device_transport).
     pub fn has_device_transport(&self) -> bool {
         self.world_size > 1 && self.devices.transport.get().is_some()
+    }
+
+    /// Announces exchanges of vectors in device memory, for [`join_devices`](Group::join_devices). A local call.
+    pub fn need_devices(&self) {
+        self.devices.are_needed.store(true, Ordering::Relaxed);
     }
 
     /// Allocates the memory for intermediate results on the device, unless that was done before.

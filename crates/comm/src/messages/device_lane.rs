@@ -7,8 +7,8 @@
 use crate::recorder::Direction;
 use std::time::Duration;
 use trireme_base::{
-    DeviceCommunicator, DeviceCommunicatorId, DeviceSpan, DeviceStep, DeviceTransport, DeviceTransportError,
-    Rank,
+    DeviceCommunicator, DeviceCommunicatorId, DeviceSpan, DeviceStep, DeviceTransfer, DeviceTransport,
+    DeviceTransportError, Rank,
 };
 
 /// Time between two checks of a transfer.
@@ -54,9 +54,9 @@ impl DeviceLane {
         span: DeviceSpan,
         transport: &dyn DeviceTransport,
     ) -> Result<(), DeviceTransportError> {
-        let (own, step) = match direction {
-            Direction::Send => (SENDER, DeviceStep::Send { from: span, to: RECEIVER }),
-            Direction::Receive => (RECEIVER, DeviceStep::Receive { to: span, from: SENDER }),
+        let (own, transfer) = match direction {
+            Direction::Send => (SENDER, DeviceTransfer::Send { from: span, to: RECEIVER }),
+            Direction::Receive => (RECEIVER, DeviceTransfer::Receive { to: span, from: SENDER }),
         };
         let communicator = match &mut self.communicator {
             Some(communicator) => communicator,
@@ -65,7 +65,7 @@ impl DeviceLane {
                 self.communicator.insert(transport.join(&id, own, 2)?)
             }
         };
-        communicator.issue(Vec::from([step]))?;
+        communicator.issue(Vec::from([DeviceStep::Exchange(Vec::from([transfer]))]))?;
         self.is_transferring = true;
         Ok(())
     }

@@ -19,7 +19,13 @@ fn splits_of_a_dry_world_equal_those_of_a_real_one() {
     std::thread::scope(|scope| {
         for real in world {
             scope.spawn(move || {
-                let dry = Group::dry(real.rank(), Hosts::new(&hosts), TransportKind::Inproc).unwrap();
+                let dry = Group::dry(
+                    real.rank(),
+                    Hosts::new(&hosts),
+                    TransportKind::Inproc,
+                    &GroupOptions::default(),
+                )
+                .unwrap();
                 assert_eq!(shape(&dry), shape(&real));
                 for color in colors {
                     let (real, dry) =
@@ -34,7 +40,9 @@ fn splits_of_a_dry_world_equal_those_of_a_real_one() {
 
 #[test]
 fn the_transport_of_a_part_follows_from_its_hosts() {
-    let dry = Group::dry(Rank(1), Hosts::new(&[0, 0, 1, 1]), TransportKind::ShmAndTcp).unwrap();
+    let dry =
+        Group::dry(Rank(1), Hosts::new(&[0, 0, 1, 1]), TransportKind::ShmAndTcp, &GroupOptions::default())
+            .unwrap();
     let kind = |color: fn(Rank) -> u64| dry.split_by("part", color).unwrap().transport();
     assert_eq!(kind(|rank| rank.0 as u64 / 2), TransportKind::Shm);
     assert_eq!(kind(|rank| rank.0 as u64 % 2), TransportKind::ShmAndTcp);
@@ -46,7 +54,7 @@ fn the_transport_of_a_part_follows_from_its_hosts() {
 
 #[test]
 fn operations_end_at_once_and_touch_no_memory() {
-    let dry = Group::dry(Rank(0), Hosts::single(4), TransportKind::Tcp).unwrap();
+    let dry = Group::dry(Rank(0), Hosts::single(4), TransportKind::Tcp, &GroupOptions::default()).unwrap();
     let buffer = || dry.buffer::<f32>(LEN).unwrap();
     let buffer_of_all = dry.all_reduce(buffer(), ReduceOp::Sum).wait().unwrap();
     assert_eq!(buffer_of_all.len(), LEN);
@@ -65,7 +73,8 @@ fn operations_end_at_once_and_touch_no_memory() {
 /// A journal entry has the number of elements that the rank sends or receives, whichever is larger.
 #[test]
 fn journal_entries_have_the_number_of_exchanged_elements() {
-    let dry = Group::dry(Rank(1), Hosts::new(&[0, 0, 1, 1]), TransportKind::Tcp).unwrap();
+    let dry =
+        Group::dry(Rank(1), Hosts::new(&[0, 0, 1, 1]), TransportKind::Tcp, &GroupOptions::default()).unwrap();
     let journal = Journal::default();
     dry.keep_journal(&journal);
     let buffer = |len| dry.buffer::<f32>(len).unwrap();
@@ -87,12 +96,12 @@ fn journal_entries_have_the_number_of_exchanged_elements() {
 
 #[test]
 fn a_rank_maps_its_part_of_peers_buffers() {
-    let dry = Group::dry(Rank(0), Hosts::single(4), TransportKind::Shm).unwrap();
+    let dry = Group::dry(Rank(0), Hosts::single(4), TransportKind::Shm, &GroupOptions::default()).unwrap();
     assert_eq!(dry.peer_bytes_mapped(4001), 3 * 1001);
     // A short buffer is mapped completely, a long one only in two blocks and the huge pages in which they begin and end.
     assert_eq!(dry.peer_bytes_mapped_in(4001, PageSize::Huge), 3 * 4001);
     let part = 100 * PageSize::HUGE_BYTES;
     assert_eq!(dry.peer_bytes_mapped_in(4 * part, PageSize::Huge), 3 * (2 * part + 4 * PageSize::HUGE_BYTES));
-    let tcp = Group::dry(Rank(0), Hosts::single(4), TransportKind::Tcp).unwrap();
+    let tcp = Group::dry(Rank(0), Hosts::single(4), TransportKind::Tcp, &GroupOptions::default()).unwrap();
     assert_eq!(tcp.peer_bytes_mapped_in(4 * part, PageSize::Huge), 0);
 }

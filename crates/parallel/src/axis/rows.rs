@@ -181,7 +181,7 @@ impl DtypeExchanges {
             let (sent, received) = (part(rank, to), part(from, rank));
             if !sent.is_empty() {
                 let (mut buffer, num_sent) = (started.take_buffer(), sent.len());
-                started.copy_in(self.pool(), device, values, to, sent, &mut buffer, 0);
+                started.copy_in((self.pool(), device), values, to, sent, &mut buffer, 0);
                 let work = group.send_first(self.pool().pass_on(device, buffer, len), num_sent, Rank(to));
                 started.in_flight.push_back((round, Transfer::Send(work)));
             }
@@ -203,7 +203,7 @@ impl DtypeExchanges {
         for to in 0..degree {
             let part = piece(self.dtype(), started.runs.lens[rank * degree + to], round);
             let num_sent = part.len();
-            started.copy_in(self.pool(), device, values, to, part, &mut input, at);
+            started.copy_in((self.pool(), device), values, to, part, &mut input, at);
             at += num_sent;
         }
         let [input, output] = [input, started.take_buffer()]
@@ -231,7 +231,7 @@ impl DtypeExchanges {
                 }
                 Transfer::Receive { work, from, part } => {
                     let mut buffer = waiting.wait_on_device(work, self.dtype(), len, device)?;
-                    started.copy_out(self.pool(), device, &mut buffer, 0, from, part, result.reborrow());
+                    started.copy_out((self.pool(), device), &mut buffer, 0, from, part, result.reborrow());
                     started.return_buffer(device, buffer);
                 }
                 Transfer::Hierarchical(work) => {
@@ -240,7 +240,14 @@ impl DtypeExchanges {
                     for from in 0..degree {
                         let part = piece(self.dtype(), started.runs.lens[from * degree + rank], round);
                         let num_received = part.len();
-                        started.copy_out(self.pool(), device, &mut output, at, from, part, result.reborrow());
+                        started.copy_out(
+                            (self.pool(), device),
+                            &mut output,
+                            at,
+                            from,
+                            part,
+                            result.reborrow(),
+                        );
                         at += num_received;
                     }
                     started.return_buffer(device, input.into_memory().map_err(ParallelError::from)?);
@@ -266,8 +273,7 @@ impl RowExchange {
     /// Copies `part` of the elements that are sent to rank `to` into a buffer, starting at element `at` of the buffer.
     fn copy_in(
         &self,
-        pool: &Pool,
-        device: &Device,
+        (pool, device): (&Pool, &Device),
         values: View<'_>,
         to: usize,
         part: Range<usize>,
@@ -283,8 +289,7 @@ impl RowExchange {
     /// Copies `part` of the elements that are received from rank `from` out of a buffer, starting at element `at` of the buffer.
     fn copy_out(
         &self,
-        pool: &Pool,
-        device: &Device,
+        (pool, device): (&Pool, &Device),
         buffer: &mut Pending<Buffer<Untyped>>,
         at: usize,
         from: usize,

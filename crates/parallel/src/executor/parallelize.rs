@@ -154,6 +154,7 @@ impl Executor {
             failure: None,
             outcomes: Vec::with_capacity(1),
         };
+        executor.ranks.join_devices()?;
         executor.declare_offload_sizes();
         executor.write_initial_zeros()?;
         Ok(executor)

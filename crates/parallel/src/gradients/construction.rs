@@ -86,7 +86,7 @@ impl Gradients {
                 0..0
             };
             let stays = layout.keeps_full() || compressed.is_some();
-            if layout.keeps_full() && !layout.is_scattered() && compressed.is_none() {
+            if layout.keeps_full() && !layout.is_scattered() && compressed.is_none() && !pool.is_on_device() {
                 counted.charge_mapped(layout.group(ranks).peer_bytes_mapped(len * size_of::<f32>()))?;
             }
             units.push(UnitGradient {

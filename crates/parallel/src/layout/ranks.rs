@@ -419,6 +419,15 @@ impl RankGrid {
         &self.mesh
     }
 
+    /// Joins the communicators of devices of all groups that [need](Group::need_devices) them, one after another. Collective over all
+    /// ranks: the devices of some would wait for those of others if they joined while groups exchange vectors.
+    pub(crate) fn join_devices(&self) -> Result<()> {
+        for group in &self.groups {
+            group.join_devices()?.wait()?;
+        }
+        Ok(())
+    }
+
     /// Sets the line of the program that issues all later operations of the groups.
     pub(crate) fn set_line(&self, line: ProgramLine<'_>) {
         self.groups.iter().for_each(|group| group.set_program_line(format_args!("{line}")));

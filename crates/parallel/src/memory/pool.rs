@@ -54,7 +54,12 @@ impl Pool {
         let memory = match group.world_size() {
             // A group of one rank exchanges nothing, so its vectors need no group memory.
             1 => PoolMemory::None,
-            _ if group.has_device_transport() && !device.reaches_host() => PoolMemory::Device,
+            _ if group.has_device_transport() && !device.reaches_host() => {
+                if is_exchanged {
+                    group.need_devices();
+                }
+                PoolMemory::Device
+            }
             _ => PoolMemory::Group,
         };
         let (group, page_size) = (Arc::clone(group), PageSize::Base);

@@ -166,7 +166,9 @@ impl Case {
         let options = DeviceOptions { backend, ..self.device_options(None) };
         let device = Device::counting(options).unwrap();
         let host = device.host().unwrap();
-        let group = Group::dry(Rank(rank), Hosts::new(hosts), TransportKind::Inproc).unwrap();
+        let group =
+            Group::dry(Rank(rank), Hosts::new(hosts), TransportKind::Inproc, &GroupOptions::default())
+                .unwrap();
         self.executor(subject, group, &device, &host).unwrap()
     }
 

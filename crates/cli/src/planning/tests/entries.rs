@@ -17,7 +17,9 @@ fn kernels<'a>(entries: impl IntoIterator<Item = &'a JournalEntry>) -> BTreeMap<
 fn dry_entries(case: &Case, subject: &dyn TestModel, world_size: usize, rank: usize) -> StepEntries {
     let device = Device::counting(case.device_options(None)).unwrap();
     let host = device.host().unwrap();
-    let group = Group::dry(Rank(rank), Hosts::single(world_size), TransportKind::Inproc).unwrap();
+    let group =
+        Group::dry(Rank(rank), Hosts::single(world_size), TransportKind::Inproc, &GroupOptions::default())
+            .unwrap();
     let executor = case.executor(subject, group, &device, &host).unwrap();
     executor.dry_run_entries().unwrap()
 }

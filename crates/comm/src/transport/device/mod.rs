@@ -2,7 +2,7 @@
 //!
 //! [`DeviceCollectives`] wraps the group's transport and passes vectors in host memory to it. Before an operation on device memory, the
 //! wrapped transport runs a barrier. It detects ranks that issue different operations, and no device waits for a rank that is late. The
-//! first such operation joins the communicator.
+//! first such operation joins the communicator, unless the ranks have joined it before.
 
 mod steps;
 #[cfg(test)]
@@ -17,12 +17,13 @@ use crate::backoff::Backoff;
 use crate::buffer::Storage;
 use crate::call::{Call, Payload};
 use crate::control::Control;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use steps::DeviceSteps;
 use trireme_base::{
-    DeviceCommunicator, DeviceCommunicatorId, DeviceMemory, DeviceSpan, DeviceStep, DeviceTransport,
-    DeviceTransportError, Rank,
+    DeviceCommunicator, DeviceCommunicatorId, DeviceMemory, DeviceSpan, DeviceStep, DeviceTransfer,
+    DeviceTransport, DeviceTransportError, Rank,
 };
 
 /// Time between two checks of an operation that is running.
@@ -33,6 +34,8 @@ const POLL_INTERVAL: Duration = Duration::from_micros(50);
 pub(crate) struct DeviceResources {
     /// Set once for a world and all of its groups.
     pub(crate) transport: Arc<OnceLock<Arc<dyn DeviceTransport>>>,
+    /// Whether vectors in device memory will be exchanged.
+    pub(crate) are_needed: Arc<AtomicBool>,
     /// Memory for intermediate results, of [`SCRATCH_BYTES`].
     pub(crate) scratch: Arc<OnceLock<Arc<dyn DeviceMemory>>>,
 }
@@ -45,7 +48,7 @@ impl DeviceResources {
 
     /// The resources of a group that is split from this one.
     pub(crate) fn for_split_group(&self) -> Self {
-        DeviceResources { transport: Arc::clone(&self.transport), scratch: Arc::default() }
+        DeviceResources { transport: Arc::clone(&self.transport), ..DeviceResources::default() }
     }
 }
 
@@ -138,6 +141,7 @@ impl DeviceCollectives {
             op: call.operation.reduction(),
             keeps_order: self.keeps_order,
             scratch: self.devices.scratch.get(),
+            transfers: Vec::new(),
             steps: Vec::new(),
         };
         let span = |storage: &Storage| storage.device_span().expect("all vectors are in memory of devices");
@@ -150,7 +154,9 @@ impl DeviceCollectives {
             Payload::Pair { input, output, lens: Some(lens) } => {
                 steps.all_to_all_variable(&span(input), &span(output), lens);
             }
-            Payload::Nothing | Payload::Blocks(_) => unreachable!("the payload is in memory of devices"),
+            Payload::Nothing | Payload::JoinDevices | Payload::Blocks(_) => {
+                unreachable!("the payload is in memory of devices")
+            }
         }
         steps.steps
     }
@@ -160,7 +166,13 @@ impl DeviceCollectives {
         let len = |span: &DeviceSpan| span.range.len() as u64;
         let (others, all) = (self.world_size as u64 - 1, self.world_size as u64);
         match step {
-            DeviceStep::Send { from, .. } => len(from),
+            DeviceStep::Exchange(transfers) => {
+                let sent = |transfer: &DeviceTransfer| match transfer {
+                    DeviceTransfer::Send { from, .. } => len(from),
+                    DeviceTransfer::Receive { .. } => 0,
+                };
+                transfers.iter().map(sent).sum()
+            }
             DeviceStep::Broadcast { span, root } if *root == self.rank => len(span),
             DeviceStep::AllGather { span } | DeviceStep::ReduceScatter { span, .. } => {
                 len(span) * others / all
@@ -188,10 +200,10 @@ impl Transport for DeviceCollectives {
         payload: &mut Payload,
         control: &mut Control,
     ) -> Result<(), CommError> {
-        if payload.is_on_device() {
-            self.execute_on_devices(call, payload, control)
-        } else {
-            self.host.execute(call, payload, control)
+        match payload {
+            Payload::JoinDevices if self.communicator.is_none() => self.join(call, control),
+            _ if payload.is_on_device() => self.execute_on_devices(call, payload, control),
+            _ => self.host.execute(call, payload, control),
         }
     }
 

@@ -10,7 +10,7 @@
 use crate::call::BlockLens;
 use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::{DType, DeviceMemory, DeviceSpan, DeviceStep, Rank, ReduceOp};
+use trireme_base::{DType, DeviceMemory, DeviceSpan, DeviceStep, DeviceTransfer, Rank, ReduceOp};
 use trireme_schedule::collective::{Collective, CollectiveKind, StackInstruction, block, canonical_order};
 
 /// Bytes of a group's scratch memory.
@@ -43,6 +43,8 @@ pub(crate) struct DeviceSteps<'a> {
     pub(crate) keeps_order: bool,
     /// Memory for intermediate results, if [needed](needs_scratch).
     pub(crate) scratch: Option<&'a Arc<dyn DeviceMemory>>,
+    /// Transfers of the exchange that is being put together.
+    pub(crate) transfers: Vec<DeviceTransfer>,
     pub(crate) steps: Vec<DeviceStep>,
 }
 
@@ -121,6 +123,7 @@ impl DeviceSteps<'_> {
                 self.receive(to, Rank(peer));
             }
         }
+        self.exchange();
     }
 
     fn all_to_all_in_place(&mut self, vector: &DeviceSpan, len: usize) {
@@ -129,6 +132,7 @@ impl DeviceSteps<'_> {
                 self.send(self.part_of_block(vector, peer, len, &segment), peer);
                 self.receive(self.slot(peer, &segment, segment.len()), peer);
             }
+            self.exchange();
             for peer in self.peers() {
                 let slot = self.slot(peer, &segment, segment.len());
                 self.copy(&slot, &self.part_of_block(vector, peer, len, &segment));
@@ -145,26 +149,31 @@ impl DeviceSteps<'_> {
             self.send(self.block_of(vector, self.rank, len), peer);
             self.receive(self.block_of(vector, peer, len), peer);
         }
+        self.exchange();
     }
 
     fn gather(&mut self, own: &DeviceSpan, vector: &DeviceSpan, root: Rank, len: usize) {
-        if self.rank != root {
-            return self.send(own.clone(), root);
+        if self.rank == root {
+            for peer in self.peers() {
+                self.receive(self.block_of(vector, peer, len), peer);
+            }
+            self.copy(own, &self.block_of(vector, root, len));
+        } else {
+            self.send(own.clone(), root);
         }
-        for peer in self.peers() {
-            self.receive(self.block_of(vector, peer, len), peer);
-        }
-        self.copy(own, &self.block_of(vector, root, len));
+        self.exchange();
     }
 
     fn scatter(&mut self, vector: &DeviceSpan, own: &DeviceSpan, root: Rank, len: usize) {
-        if self.rank != root {
-            return self.receive(own.clone(), root);
+        if self.rank == root {
+            for peer in self.peers() {
+                self.send(self.block_of(vector, peer, len), peer);
+            }
+            self.copy(&self.block_of(vector, root, len), own);
+        } else {
+            self.receive(own.clone(), root);
         }
-        for peer in self.peers() {
-            self.send(self.block_of(vector, peer, len), peer);
-        }
-        self.copy(&self.block_of(vector, root, len), own);
+        self.exchange();
     }
 
     /// Writes this rank's block of the reduction of all inputs to `own_output`.
@@ -190,6 +199,7 @@ impl DeviceSteps<'_> {
                 self.reduce_segment(input, &own, len, &segment);
                 self.send(own, root);
             }
+            self.exchange();
         }
     }
 
@@ -206,6 +216,7 @@ impl DeviceSteps<'_> {
             self.send(self.part_of_block(input, peer, len, segment), peer);
             self.receive(self.slot(peer, segment, own_len), peer);
         }
+        self.exchange();
         if own_len == 0 {
             return;
         }
@@ -250,15 +261,22 @@ impl DeviceSteps<'_> {
         }
     }
 
+    /// Ends an exchange, so that later transfers wait for it.
+    fn exchange(&mut self) {
+        if !self.transfers.is_empty() {
+            self.steps.push(DeviceStep::Exchange(std::mem::take(&mut self.transfers)));
+        }
+    }
+
     fn send(&mut self, from: DeviceSpan, to: Rank) {
         if !from.range.is_empty() {
-            self.steps.push(DeviceStep::Send { from, to });
+            self.transfers.push(DeviceTransfer::Send { from, to });
         }
     }
 
     fn receive(&mut self, to: DeviceSpan, from: Rank) {
         if !to.range.is_empty() {
-            self.steps.push(DeviceStep::Receive { to, from });
+            self.transfers.push(DeviceTransfer::Receive { to, from });
         }
     }
 

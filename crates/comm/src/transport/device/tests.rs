@@ -6,7 +6,7 @@ use crate::element::{combine_into, finish_mean};
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
-use trireme_base::{DType, DeviceMemory, DeviceSpan, DeviceStep, Rank, ReduceOp};
+use trireme_base::{DType, DeviceMemory, DeviceSpan, DeviceStep, DeviceTransfer, Rank, ReduceOp};
 use trireme_schedule::collective::{Collective, CollectiveKind, StackInstruction, block, canonical_order};
 
 /// Bytes of scratch memory, so that the longer vectors are exchanged in several segments.
@@ -82,20 +82,20 @@ fn reduced(op: ReduceOp, world_size: usize, index: usize) -> f32 {
 /// The program of a rank, and how far it is.
 struct Program {
     steps: VecDeque<DeviceStep>,
-    /// Number of the first steps that are transfers in flight.
-    num_begun: usize,
+    /// Whether the exchange at the front has sent what it sends.
+    has_sent: bool,
 }
 
 /// Runs the steps of all ranks. Panics if they wait for each other forever, or if something was sent that no rank receives.
 fn run(programs: Vec<Vec<DeviceStep>>) {
     let mut programs: Vec<Program> =
-        programs.into_iter().map(|steps| Program { steps: steps.into(), num_begun: 0 }).collect();
+        programs.into_iter().map(|steps| Program { steps: steps.into(), has_sent: false }).collect();
     let mut sent: HashMap<(usize, usize), VecDeque<Vec<u8>>> = HashMap::new();
     while programs.iter().any(|program| !program.steps.is_empty()) {
         let mut has_advanced = run_collective(&mut programs);
         for (rank, program) in programs.iter_mut().enumerate() {
-            has_advanced |= run_transfers(rank, program, &mut sent);
-            while let Some(step) = program.steps.front().filter(|_| program.num_begun == 0) {
+            has_advanced |= run_exchange(rank, program, &mut sent);
+            while let Some(step) = program.steps.front() {
                 if !run_alone(step) {
                     break;
                 }
@@ -123,43 +123,63 @@ fn run_alone(step: &DeviceStep) -> bool {
     true
 }
 
-/// Begins the transfers at the front of a program, or completes them if all that they receive was sent.
-fn run_transfers(
+/// Sends what the exchange at the front of a program sends, or completes it if all that it receives was sent.
+fn run_exchange(
     rank: usize,
     program: &mut Program,
     sent: &mut HashMap<(usize, usize), VecDeque<Vec<u8>>>,
 ) -> bool {
-    if program.num_begun == 0 {
-        let is_transfer =
-            |step: &&DeviceStep| matches!(step, DeviceStep::Send { .. } | DeviceStep::Receive { .. });
-        let transfers: Vec<_> = program.steps.iter().take_while(is_transfer).collect();
-        for step in &transfers {
-            if let DeviceStep::Send { from, to } = step {
+    let Some(DeviceStep::Exchange(transfers)) = program.steps.front() else { return false };
+    if !std::mem::replace(&mut program.has_sent, true) {
+        for transfer in transfers {
+            if let DeviceTransfer::Send { from, to } = transfer {
                 sent.entry((rank, to.0)).or_default().push_back(read(from));
             }
         }
-        program.num_begun = transfers.len();
-        return program.num_begun > 0;
+        return true;
     }
-    let received = program.steps.iter().take(program.num_begun).filter_map(|step| match step {
-        DeviceStep::Receive { to, from } => Some((to.clone(), from.0)),
-        _ => None,
-    });
-    let received: Vec<_> = received.collect();
     let mut needed: HashMap<usize, usize> = HashMap::new();
-    received.iter().for_each(|(_, from)| *needed.entry(*from).or_default() += 1);
-    let has_all = needed
-        .iter()
-        .all(|(from, needed)| sent.get(&(*from, rank)).is_some_and(|sent| sent.len() >= *needed));
-    if !has_all {
+    for transfer in transfers {
+        if let DeviceTransfer::Receive { from, .. } = transfer {
+            *needed.entry(from.0).or_default() += 1;
+        }
+    }
+    let has_arrived =
+        |(from, needed): (&usize, &usize)| sent.get(&(*from, rank)).is_some_and(|sent| sent.len() >= *needed);
+    if !needed.iter().all(has_arrived) {
         return false;
     }
-    for (to, from) in received {
-        write(&to, &sent.get_mut(&(from, rank)).unwrap().pop_front().unwrap());
+    for transfer in transfers {
+        if let DeviceTransfer::Receive { to, from } = transfer {
+            write(to, &sent.get_mut(&(from.0, rank)).unwrap().pop_front().unwrap());
+        }
     }
-    program.steps.drain(..program.num_begun);
-    program.num_begun = 0;
+    program.steps.pop_front();
+    program.has_sent = false;
     true
+}
+
+/// Asserts that exchanges of two ranks with each other match one by one: what one sends in its first, the other receives in its first.
+fn check_exchanges(programs: &[Vec<DeviceStep>]) {
+    let exchanges = |rank: usize, peer: usize| -> Vec<[usize; 2]> {
+        let num = |transfers: &[DeviceTransfer]| {
+            let is_sent = |transfer: &&DeviceTransfer| matches!(transfer, DeviceTransfer::Send { to, .. } if to.0 == peer);
+            let is_received = |transfer: &&DeviceTransfer| matches!(transfer, DeviceTransfer::Receive { from, .. } if from.0 == peer);
+            [transfers.iter().filter(is_sent).count(), transfers.iter().filter(is_received).count()]
+        };
+        let all = programs[rank].iter().filter_map(|step| match step {
+            DeviceStep::Exchange(transfers) => Some(num(transfers)),
+            _ => None,
+        });
+        all.filter(|num| *num != [0, 0]).collect()
+    };
+    for rank in 0..programs.len() {
+        for peer in 0..rank {
+            let theirs: Vec<_> =
+                exchanges(peer, rank).into_iter().map(|[sent, received]| [received, sent]).collect();
+            assert_eq!(exchanges(rank, peer), theirs, "exchanges of ranks {rank} and {peer}");
+        }
+    }
 }
 
 /// Runs a collective of the library if all ranks are at it.
@@ -327,7 +347,9 @@ impl Case {
             }
             steps.steps
         };
-        run((0..world_size).map(steps).collect());
+        let programs: Vec<Vec<DeviceStep>> = (0..world_size).map(steps).collect();
+        check_exchanges(&programs);
+        run(programs);
         for (rank, (input, output, range)) in vectors.iter().enumerate() {
             if !is_in_place {
                 assert_eq!(values(input), inputs[rank], "{self:?}: the input of rank {rank}");
@@ -347,7 +369,8 @@ impl Case {
 
 fn steps_of(rank: usize, world_size: usize, scratch: Option<&Arc<dyn DeviceMemory>>) -> DeviceSteps<'_> {
     let (rank, dtype, steps) = (Rank(rank), DType::F32, Vec::new());
-    DeviceSteps { rank, world_size, dtype, op: None, keeps_order: true, scratch, steps }
+    let transfers = Vec::new();
+    DeviceSteps { rank, world_size, dtype, op: None, keeps_order: true, scratch, transfers, steps }
 }
 
 #[test]

@@ -339,7 +339,7 @@ impl Transport for LinkTransport {
         control: &mut Control,
     ) -> Result<(), CommError> {
         match payload {
-            Payload::Nothing => self.barrier(call, control),
+            Payload::Nothing | Payload::JoinDevices => self.barrier(call, control),
             Payload::Blocks(blocks) => self.gather_blocks(call, blocks, control),
             Payload::Vector(storage) => self.execute_collective(call, storage, None, control),
             Payload::Pair { input, output, lens: None } => {

@@ -52,7 +52,6 @@ functions! {
         cuDeviceGet(*mut cuda::CUdevice, c_int);
         cuDeviceGetName(*mut c_char, c_int, cuda::CUdevice);
         cuDeviceTotalMem_v2(*mut usize, cuda::CUdevice);
-        cuDeviceGetUuid_v2(*mut cuda::CUuuid, cuda::CUdevice);
         cuDeviceGetAttribute(*mut c_int, cuda::CUdevice_attribute, cuda::CUdevice);
         cuDevicePrimaryCtxRetain(*mut cuda::CUcontext, cuda::CUdevice);
         cuDevicePrimaryCtxRelease_v2(cuda::CUdevice);

@@ -102,6 +102,9 @@ const CUBLAS: LibraryKind = LibraryKind {
     advice: "install it with `pip install nvidia-cublas-cu12`, or set TRIREME_CUDA_LIBRARIES to the folder that contains it",
 };
 
+/// The first version of NCCL whose communicators can be joined without blocking.
+const NCCL_VERSION_MIN: i32 = 21_800;
+
 const NCCL: LibraryKind = LibraryKind {
     name: "the library for collectives between GPUs (libnccl)",
     file_names: &["libnccl.so.2"],
@@ -122,8 +125,8 @@ pub struct CudaInstallation {
     pub(super) driver: DriverApi,
     pub(super) nvrtc: NvrtcApi,
     pub(super) blas: BlasApi,
-    /// NCCL, which devices need only to communicate, or why it cannot be used.
-    nccl: Result<(NcclApi, FoundLibrary), String>,
+    /// NCCL, which devices need only to communicate, and its version; or why it cannot be used.
+    nccl: Result<(NcclApi, i32), String>,
     pub(super) cache: PathBuf,
     found: [FoundLibrary; 3],
 }
@@ -173,7 +176,8 @@ impl CudaInstallation {
             }
         };
         let found = [found_driver, found_nvrtc, found_blas];
-        let nccl = open_nccl(folders).map_err(|error| error.to_string());
+        let nccl = open_nccl(folders).map(|(api, _, version)| (api, version));
+        let nccl = nccl.map_err(|error| error.to_string());
         Ok(CudaInstallation { driver, nvrtc, blas, nccl, cache: folders.cache.clone(), found })
     }
 
@@ -193,7 +197,7 @@ impl CudaInstallation {
             (DRIVER.name, driver.map(found)),
             (NVRTC.name, open_nvrtc(folders).map(found)),
             (CUBLAS.name, open_blas(folders).map(found)),
-            (NCCL.name, open_nccl(folders).map(found)),
+            (NCCL.name, open_nccl(folders).map(|(api, library, _)| found((api, library)))),
         ];
         CudaReport { libraries, gpus }
     }
@@ -228,12 +232,12 @@ impl CudaInstallation {
         &self.found
     }
 
-    /// Returns NCCL's path and version.
+    /// Returns NCCL's version: ten thousand times the major, a hundred times the minor, and the patch number.
     ///
     /// # Errors
     /// Why it cannot be used.
-    pub fn nccl_library(&self) -> Result<&FoundLibrary, &str> {
-        self.nccl.as_ref().map(|(_, found)| found).map_err(String::as_str)
+    pub fn nccl_version(&self) -> Result<i32, &str> {
+        self.nccl.as_ref().map(|(_, version)| *version).map_err(String::as_str)
     }
 
     pub(super) fn nccl(&self) -> Result<&NcclApi, CudaError> {
@@ -266,8 +270,8 @@ pub struct Gpu {
     pub num_multiprocessors: i32,
     /// Memory in bytes.
     pub memory_bytes: usize,
-    /// The identifier of the GPU, or of a part of it (MIG).
-    pub uuid: [u8; 16],
+    /// Domain, bus and device number of the GPU on PCI, which parts of a GPU (MIG) share.
+    pub pci: [i32; 3],
 }
 
 impl Gpu {
@@ -297,13 +301,11 @@ impl Gpu {
     fn read(driver: &DriverApi, ordinal: c_int) -> Result<Gpu, CudaError> {
         use cuda::CUdevice_attribute as attributes;
         let (mut device, mut name, mut memory_bytes) = (0, [0; 256], 0);
-        let mut uuid = cuda::CUuuid { bytes: [0; 16] };
         // SAFETY: each function writes one number, or at most the number of bytes that is passed.
-        let (capability, num_multiprocessors) = unsafe {
+        let (capability, num_multiprocessors, pci) = unsafe {
             call!(driver, cuDeviceGet(&mut device, ordinal))?;
             call!(driver, cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device))?;
             call!(driver, cuDeviceTotalMem_v2(&mut memory_bytes, device))?;
-            call!(driver, cuDeviceGetUuid_v2(&mut uuid, device))?;
             let attribute = |attribute| {
                 let mut value = 0;
                 call!(driver, cuDeviceGetAttribute(&mut value, attribute, device))?;
@@ -311,12 +313,16 @@ impl Gpu {
             };
             let capability = 10 * attribute(attributes::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?
                 + attribute(attributes::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-            (capability, attribute(attributes::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?)
+            let pci = [
+                attribute(attributes::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?,
+                attribute(attributes::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?,
+                attribute(attributes::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?,
+            ];
+            (capability, attribute(attributes::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?, pci)
         };
         let name = name.iter().take_while(|&&byte| byte != 0).map(|&byte| byte as u8);
         let name = String::from_utf8_lossy(&name.collect::<Vec<_>>()).into_owned();
-        let uuid = uuid.bytes.map(|byte| byte as u8);
-        Ok(Gpu { name, capability, num_multiprocessors, memory_bytes, uuid })
+        Ok(Gpu { name, capability, num_multiprocessors, memory_bytes, pci })
     }
 }
 
@@ -353,13 +359,22 @@ fn open_blas(folders: &CudaFolders) -> Result<(BlasApi, FoundLibrary), CudaError
     Ok((blas, FoundLibrary { path, version: (version / 10_000, version % 10_000 / 100) }))
 }
 
-fn open_nccl(folders: &CudaFolders) -> Result<(NcclApi, FoundLibrary), CudaError> {
-    let (path, nccl) = find(&NCCL, folders)?;
-    let nccl = NcclApi::load(nccl).map_err(|source| unusable(&NCCL, &path, source))?;
+fn open_nccl(folders: &CudaFolders) -> Result<(NcclApi, FoundLibrary, i32), CudaError> {
+    let (path, library) = find(&NCCL, folders)?;
+    let nccl = NcclApi::load(library).map_err(|source| unusable(&NCCL, &path, source))?;
     let mut version = 0;
     // SAFETY: writes one number.
     unsafe { call!(nccl, ncclGetVersion(&mut version))? };
-    Ok((nccl, FoundLibrary { path, version: (version / 10_000, version % 10_000 / 100) }))
+    let short = (version / 10_000, version % 10_000 / 100);
+    let refuse = |reason: String| CudaError::Unusable { path: path.clone(), reason, advice: NCCL.advice };
+    if version < NCCL_VERSION_MIN {
+        return Err(refuse(format!("it is NCCL {}.{}, and Trireme needs 2.18 or later", short.0, short.1)));
+    }
+    // The variable takes precedence over the configuration of a communicator.
+    if std::env::var("NCCL_COMM_BLOCKING").is_ok_and(|value| value == "1") {
+        return Err(refuse("NCCL_COMM_BLOCKING is set, so a lost peer would block it; unset it".to_owned()));
+    }
+    Ok((nccl, FoundLibrary { path, version: short }, version))
 }
 
 fn unusable(kind: &LibraryKind, path: &Path, source: libloading::Error) -> CudaError {

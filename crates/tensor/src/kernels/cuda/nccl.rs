@@ -16,14 +16,16 @@ use cudarc::nccl::sys as nccl;
 use std::collections::VecDeque;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+use std::time::Duration;
 use trireme_base::{
     Category, DType, DeviceCommunicator, DeviceCommunicatorId, DeviceMemory, DeviceSpan, DeviceStep,
-    DeviceTransport, DeviceTransportError, Rank, ReduceOp,
+    DeviceTransfer, DeviceTransport, DeviceTransportError, Rank, ReduceOp, spawn_thread,
 };
 
-/// How long a communicator that leaves waits for data to reach its peers, and the time between two checks.
-const LEAVE_MAX: Duration = Duration::from_secs(10);
+/// How long a communicator that leaves waits for its peers, and the time between two checks whether data has reached them.
+const LEAVE_MAX: Duration = Duration::from_secs(5);
 const LEAVE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// `NCCL_CONFIG_UNDEF_INT`.
@@ -38,12 +40,20 @@ pub(crate) struct Nccl {
     cuda: Arc<Cuda>,
     arena: Arc<Arena>,
     api: &'static NcclApi,
+    /// Whether peers have kept a communicator from leaving in time. Later ones do not wait for them.
+    gave_up: Arc<AtomicBool>,
 }
 
 impl Nccl {
     pub(super) fn new(cuda: Arc<Cuda>, arena: Arc<Arena>) -> Result<Self, CudaError> {
         let api = cuda.context.installation.nccl()?;
-        Ok(Nccl { cuda, arena, api })
+        cuda.context.enter()?;
+        // Loaded now, because the driver may wait for kernels to load one, and these may wait for a peer that does the same.
+        for dtype in ["f32", "bf16", "f16"] {
+            cuda.context.function(&format!("combine_{dtype}"))?;
+            cuda.context.function(&format!("divide_{dtype}"))?;
+        }
+        Ok(Nccl { cuda, arena, api, gave_up: Arc::default() })
     }
 }
 
@@ -87,12 +97,19 @@ impl DeviceTransport for Nccl {
     }
 }
 
-/// A communicator, and the stream on which its steps run.
-struct Communicator {
-    nccl: Nccl,
-    /// Null when it was aborted.
+/// A communicator of the library, and the stream on which its steps run.
+struct Connection {
     handle: nccl::ncclComm_t,
     stream: cuda::CUstream,
+}
+
+// SAFETY: handles may be used on any thread that has entered the context, by one thread at a time.
+unsafe impl Send for Connection {}
+
+struct Communicator {
+    nccl: Nccl,
+    /// `None` when it was aborted.
+    connection: Option<Connection>,
     rank: Rank,
     world_size: usize,
     /// Steps that were not given to the library and the driver yet.
@@ -103,9 +120,6 @@ struct Communicator {
     is_issued: bool,
 }
 
-// SAFETY: handles may be used on any thread that has entered the context, by one thread at a time.
-unsafe impl Send for Communicator {}
-
 impl Communicator {
     fn join(nccl: &Nccl, id: nccl::ncclUniqueId, rank: Rank, world_size: usize) -> Result<Self, CudaError> {
         let context = &nccl.cuda.context;
@@ -115,16 +129,7 @@ impl Communicator {
         unsafe {
             call!(driver, cuStreamCreate(&mut stream, cuda::CUstream_flags::CU_STREAM_NON_BLOCKING as u32))?;
         }
-        let mut communicator = Communicator {
-            nccl: nccl.clone(),
-            handle: std::ptr::null_mut(),
-            stream,
-            rank,
-            world_size,
-            waiting: VecDeque::new(),
-            running: Vec::new(),
-            is_issued: false,
-        };
+        let mut handle = std::ptr::null_mut();
         let mut config = nccl::ncclConfig_t {
             size: size_of::<nccl::ncclConfig_t>(),
             // `NCCL_API_MAGIC`.
@@ -137,60 +142,56 @@ impl Communicator {
             netName: std::ptr::null(),
             splitShare: UNDEFINED,
         };
-        let (world_size, rank) = (world_size as c_int, rank.0 as c_int);
+        let num_ranks = world_size as c_int;
         // SAFETY: writes a handle, which `abort` frees. The library copies the configuration.
         unsafe {
             call!(
                 nccl.api,
-                ncclCommInitRankConfig(&mut communicator.handle, world_size, id, rank, &mut config)
-            )?
-        };
-        Ok(communicator)
+                ncclCommInitRankConfig(&mut handle, num_ranks, id, rank.0 as c_int, &mut config)
+            )?;
+        }
+        Ok(Communicator {
+            nccl: nccl.clone(),
+            connection: Some(Connection { handle, stream }),
+            rank,
+            world_size,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            is_issued: false,
+        })
     }
 
     fn context(&self) -> &Context {
         &self.nccl.cuda.context
     }
 
-    /// Returns whether the last function has done its work.
-    fn is_idle(&self) -> Result<bool, CudaError> {
-        let mut state = nccl::ncclResult_t::ncclSuccess;
-        // The library may write numbers that the enumeration does not have.
-        let place = (&raw mut state).cast::<Status>();
-        // SAFETY: a communicator that was not aborted; writes a number of four bytes.
-        let state = unsafe {
-            call!(self.nccl.api, ncclCommGetAsyncError(self.handle, place.cast()))?;
-            place.read()
-        };
-        self.nccl.api.check("an operation of NCCL", state)?;
-        Ok(state == nccl::ncclResult_t::ncclSuccess as Status)
+    fn connection(&self) -> &Connection {
+        self.connection.as_ref().expect("the communicator was not aborted")
     }
 
     /// Gives steps to the library and the driver as far as possible. Returns whether all have run.
     fn advance(&mut self) -> Result<bool, CudaError> {
         self.context().enter()?;
         while !self.is_issued {
-            if !self.is_idle()? {
+            if !self.connection().is_idle(self.nccl.api)? {
                 return Ok(false);
             }
             if self.waiting.is_empty() {
                 self.is_issued = true;
                 break;
             }
-            let is_transfer =
-                |step: &DeviceStep| matches!(step, DeviceStep::Send { .. } | DeviceStep::Receive { .. });
-            let num_transfers = self.waiting.iter().take_while(|step| is_transfer(step)).count();
-            let batch: Vec<DeviceStep> = self.waiting.drain(..num_transfers.max(1)).collect();
-            let issued = self.issue_batch(&batch);
-            // Also after a failure, because some may run.
-            self.running.extend(batch);
-            issued?;
+            if let Some(step) = self.waiting.pop_front() {
+                let issued = self.issue_step(&step);
+                // Also after a failure, because a part may run.
+                self.running.push(step);
+                issued?;
+            }
         }
         // In this order: peers of steps that have run may have left.
         if self.has_run()? {
             return Ok(true);
         }
-        self.is_idle()?;
+        self.connection().is_idle(self.nccl.api)?;
         Ok(false)
     }
 
@@ -198,7 +199,7 @@ impl Communicator {
         const NOT_READY: Status = cuda::CUresult::CUDA_ERROR_NOT_READY as Status;
         let driver = &self.context().installation.driver;
         // SAFETY: a stream of this context.
-        match unsafe { (driver.cuStreamQuery)(self.stream) } {
+        match unsafe { (driver.cuStreamQuery)(self.connection().stream) } {
             NOT_READY => Ok(false),
             status => {
                 driver.check("cuStreamQuery", status)?;
@@ -208,38 +209,48 @@ impl Communicator {
         }
     }
 
-    /// Issues transfers that run together, or another step.
-    fn issue_batch(&self, batch: &[DeviceStep]) -> Result<(), CudaError> {
-        if batch.len() == 1 {
-            return self.issue_step(&batch[0]);
-        }
+    /// Issues transfers that run together.
+    fn issue_exchange(&self, transfers: &[DeviceTransfer]) -> Result<(), CudaError> {
         let api = self.nccl.api;
         // SAFETY: no requirements.
         unsafe { call!(api, ncclGroupStart())? };
-        let issued = batch.iter().try_for_each(|step| self.issue_step(step));
-        // SAFETY: ends the group that was started, also if a step was refused.
+        let issued = transfers.iter().try_for_each(|transfer| self.issue_transfer(transfer));
+        // SAFETY: ends the group that was started, also if a transfer was refused.
         let ended = unsafe { call!(api, ncclGroupEnd()) };
         issued.and(ended)
     }
 
+    fn issue_transfer(&self, transfer: &DeviceTransfer) -> Result<(), CudaError> {
+        let Connection { handle: comm, stream } = *self.connection();
+        let (api, stream) = (self.nccl.api, stream.cast());
+        let bytes = nccl::ncclDataType_t::ncclUint8;
+        let (DeviceTransfer::Send { from: span, to: peer }
+        | DeviceTransfer::Receive { to: span, from: peer }) = transfer;
+        let (start, len) = (self.operand(span, DType::U8).addresses().start, span.range.len());
+        let peer = peer.0 as c_int;
+        // SAFETY: as in `issue_step`.
+        unsafe {
+            match transfer {
+                DeviceTransfer::Send { .. } => {
+                    call!(api, ncclSend(start as *const c_void, len, bytes, peer, comm, stream))
+                }
+                DeviceTransfer::Receive { .. } => {
+                    call!(api, ncclRecv(start as *mut c_void, len, bytes, peer, comm, stream))
+                }
+            }
+        }
+    }
+
     fn issue_step(&self, step: &DeviceStep) -> Result<(), CudaError> {
-        let (api, comm, stream) = (self.nccl.api, self.handle, self.stream.cast());
+        let Connection { handle: comm, stream } = *self.connection();
+        let (api, stream) = (self.nccl.api, stream.cast());
         let bytes = nccl::ncclDataType_t::ncclUint8;
         let span = |span: &DeviceSpan| (self.operand(span, DType::U8).addresses().start, span.range.len());
         let own_block = |start: usize, num_bytes: usize| start + self.rank.0 * (num_bytes / self.world_size);
         // SAFETY: a communicator that was not aborted, and memory of this GPU, which `running` keeps until the steps have run.
         unsafe {
             match step {
-                DeviceStep::Send { from, to } => {
-                    let (start, len) = span(from);
-                    let (from, to) = (start as *const c_void, to.0 as c_int);
-                    call!(api, ncclSend(from, len, bytes, to, comm, stream))
-                }
-                DeviceStep::Receive { to, from } => {
-                    let (start, len) = span(to);
-                    let (to, from) = (start as *mut c_void, from.0 as c_int);
-                    call!(api, ncclRecv(to, len, bytes, from, comm, stream))
-                }
+                DeviceStep::Exchange(transfers) => self.issue_exchange(transfers),
                 DeviceStep::Broadcast { span: all, root } => {
                     let (start, len) = span(all);
                     let (from, to, root) = (start as *const c_void, start as *mut c_void, root.0 as c_int);
@@ -267,18 +278,21 @@ impl Communicator {
                     let ((from, from_len), (to, to_len)) = (span(from), span(to));
                     assert_eq!(from_len, to_len, "a copy");
                     let driver = &self.context().installation.driver;
-                    call!(driver, cuMemcpyDtoDAsync_v2(to as u64, from as u64, to_len, self.stream))
+                    call!(
+                        driver,
+                        cuMemcpyDtoDAsync_v2(to as u64, from as u64, to_len, self.connection().stream)
+                    )
                 }
                 DeviceStep::Combine { left, right, out, dtype, op } => {
                     let [left, right, out] = [left, right, out].map(|span| self.operand(span, *dtype));
                     assert!(left.shape() == right.shape() && left.shape() == out.shape(), "a reduction");
-                    let launch = self.nccl.cuda.kernel("combine", &[*dtype]).on(self.stream);
+                    let launch = self.nccl.cuda.kernel("combine", &[*dtype]).on(self.connection().stream);
                     let launch = launch.arg(reduction(*op) as u32).arg(left).arg(right).arg(out);
                     launch.try_over_elements(out.shape())
                 }
                 DeviceStep::Divide { span, dtype, by } => {
                     let sums = self.operand(span, *dtype);
-                    let launch = self.nccl.cuda.kernel("divide", &[*dtype]).on(self.stream);
+                    let launch = self.nccl.cuda.kernel("divide", &[*dtype]).on(self.connection().stream);
                     launch.arg(sums).arg(*by as f32).try_over_elements(sums.shape())
                 }
             }
@@ -292,7 +306,6 @@ impl Communicator {
 
 impl DeviceCommunicator for Communicator {
     fn poll(&mut self) -> Result<bool, DeviceTransportError> {
-        assert!(!self.handle.is_null(), "the communicator was aborted");
         let streams = &self.nccl.cuda.streams;
         if let Some(cause) = streams.failure() {
             return Err(DeviceTransportError::Device(cause));
@@ -316,59 +329,98 @@ impl DeviceCommunicator for Communicator {
     }
 
     fn abort(&mut self) {
-        if self.handle.is_null() {
-            return;
-        }
-        let _ = self.context().enter();
-        // SAFETY: a communicator that was not aborted. Kernels of the library end, and those behind them run.
-        unsafe {
-            let _ = (self.nccl.api.ncclCommAbort)(self.handle);
-        }
-        self.handle = std::ptr::null_mut();
-        if self.context().synchronize(self.stream).is_ok() {
-            self.running.clear();
-        }
-        // Otherwise, the GPU may still write to the memory.
-        std::mem::forget(std::mem::take(&mut self.running));
+        let Some(connection) = self.connection.take() else { return };
+        let (nccl, running) = (self.nccl.clone(), std::mem::take(&mut self.running));
         self.waiting.clear();
-    }
-}
-
-impl Communicator {
-    /// Leaves the communicator. Returns false if it must be aborted instead.
-    fn leave(&mut self) -> bool {
-        let is_idle = !self.handle.is_null() && self.waiting.is_empty() && self.running.is_empty();
-        if !is_idle || self.context().enter().is_err() {
-            return false;
-        }
-        // SAFETY: a communicator that was not aborted, and runs nothing.
-        let begun = unsafe { call!(self.nccl.api, ncclCommFinalize(self.handle)) };
-        let since = Instant::now();
-        while begun.is_ok() && since.elapsed() < LEAVE_MAX {
-            match self.is_idle() {
-                Ok(true) => {
-                    // SAFETY: finalized; it is not used any more.
-                    let _ = unsafe { (self.nccl.api.ncclCommDestroy)(self.handle) };
-                    self.handle = std::ptr::null_mut();
-                    return true;
-                }
-                Ok(false) => std::thread::sleep(LEAVE_POLL_INTERVAL),
-                Err(_) => break,
+        // The library waits for peers of this host, so the caller must not. The thread keeps the memory until no step writes to it.
+        let abort = move || {
+            if !connection.abort(&nccl) {
+                std::mem::forget(running);
             }
-        }
-        false
+        };
+        // Without a thread, the process keeps everything until it ends.
+        let _ = spawn_thread("nccl-abort", abort);
     }
 }
 
 impl Drop for Communicator {
+    /// Leaves the peers when all data has reached them, which is given up after a while: the library waits for peers of this host.
     fn drop(&mut self) {
-        if !self.leave() {
-            self.abort();
+        let is_idle = self.waiting.is_empty() && self.running.is_empty();
+        if !is_idle {
+            return self.abort();
         }
-        // SAFETY: a stream of this context, which nothing uses any more.
+        let Some(connection) = self.connection.take() else { return };
+        let (nccl, (left, has_left)) = (self.nccl.clone(), channel());
+        let leave = move || {
+            connection.leave(&nccl);
+            let _ = left.send(());
+        };
+        let waits = !self.nccl.gave_up.load(Ordering::Relaxed);
+        if spawn_thread("nccl-leave", leave).is_ok() && waits && has_left.recv_timeout(LEAVE_MAX).is_err() {
+            self.nccl.gave_up.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Connection {
+    /// Finalizes the communicator, which runs nothing, and destroys it.
+    fn leave(self, nccl: &Nccl) {
+        // SAFETY: a communicator that was not aborted, and runs nothing.
+        let begun = nccl
+            .cuda
+            .context
+            .enter()
+            .and_then(|()| unsafe { call!(nccl.api, ncclCommFinalize(self.handle)) });
+        let is_finalized = begun.is_ok()
+            && loop {
+                match self.is_idle(nccl.api) {
+                    Ok(false) => std::thread::sleep(LEAVE_POLL_INTERVAL),
+                    Ok(true) => break true,
+                    Err(_) => break false,
+                }
+            };
+        if !is_finalized {
+            self.abort(nccl);
+            return;
+        }
+        // SAFETY: finalized; it is not used any more. Nothing uses the stream.
         unsafe {
-            let _ = (self.context().installation.driver.cuStreamDestroy_v2)(self.stream);
+            let _ = (nccl.api.ncclCommDestroy)(self.handle);
+            let _ = (nccl.cuda.context.installation.driver.cuStreamDestroy_v2)(self.stream);
         }
+    }
+
+    /// Aborts the communicator. Returns whether nothing runs on its stream any more.
+    fn abort(self, nccl: &Nccl) -> bool {
+        let context = &nccl.cuda.context;
+        let _ = context.enter();
+        // SAFETY: a communicator that was not aborted. Kernels of the library end, and those behind them run.
+        unsafe {
+            let _ = (nccl.api.ncclCommAbort)(self.handle);
+        }
+        let has_ended = context.synchronize(self.stream).is_ok();
+        if has_ended {
+            // SAFETY: a stream of this context, which nothing uses any more.
+            unsafe {
+                let _ = (context.installation.driver.cuStreamDestroy_v2)(self.stream);
+            }
+        }
+        has_ended
+    }
+
+    /// Returns whether the last function has done its work.
+    fn is_idle(&self, api: &NcclApi) -> Result<bool, CudaError> {
+        let mut state = nccl::ncclResult_t::ncclSuccess;
+        // The library may write numbers that the enumeration does not have.
+        let place = (&raw mut state).cast::<Status>();
+        // SAFETY: a communicator that was not aborted; writes a number of four bytes.
+        let state = unsafe {
+            call!(api, ncclCommGetAsyncError(self.handle, place.cast()))?;
+            place.read()
+        };
+        api.check("an operation of NCCL", state)?;
+        Ok(state == nccl::ncclResult_t::ncclSuccess as Status)
     }
 }
 
