@@ -12,6 +12,9 @@ use std::collections::{BTreeMap, VecDeque};
 /// Probabilities, in eighths, that a call of the driver runs one job although nothing waits for it. The seed chooses one.
 const EAGERNESS: [usize; 4] = [0, 1, 5, 8];
 
+/// A function that is called until it returns that it is done. It calls its argument before it accesses device memory.
+pub(crate) type Poll = Box<dyn FnMut(&mut dyn FnMut()) -> bool + Send>;
+
 /// Work of a stream.
 pub(crate) enum Job {
     Launch(Box<Launch>),
@@ -38,9 +41,8 @@ pub(crate) enum Job {
     },
     /// Work of another library, such as a matmul, and the milliseconds that it takes on the driver's clock.
     Run(Box<dyn FnOnce() + Send>, u32),
-    /// Work of another library that waits for other processes. Called until it returns that it is done. It calls its argument before it
-    /// accesses device memory.
-    Poll(Box<dyn FnMut(&mut dyn FnMut()) -> bool + Send>),
+    /// Work of another library that waits for other processes.
+    Poll(Poll),
     /// Waits for a recording of an event.
     Wait {
         event: u64,

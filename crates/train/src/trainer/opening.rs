@@ -9,7 +9,7 @@ use crate::compression::notice_compression;
 use crate::config::{Config, Resume, TaskKind};
 use crate::corpus::record_use;
 use crate::dataset::{Dataset, batch_specs};
-use crate::device::{LocalGpu, enable_spill, local_gpu, open_device};
+use crate::device::{enable_spill, local_gpu, open_device};
 use crate::error::TrainError;
 use crate::executor::build_executor;
 use crate::metrics::{HashWriter, MetricsWriter, check_names};
@@ -63,8 +63,11 @@ impl<'a> Trainer<'a> {
         notice_settings(config, &*task, observer);
 
         let batch_specs = batch_specs(&*train, training.local_batch_size);
-        let built =
-            PreparedExecutor::new(config, &*task, &batch_specs, group, local_rank, gpu, &options, observer)?;
+        let device = open_device(config, local_rank, options.num_threads, options.simd_level_max)?;
+        if let Some(gpu) = gpu.filter(|_| group.world_size() > 1) {
+            connect_gpus(config, &group, &device, &gpu, observer)?;
+        }
+        let built = PreparedExecutor::new(config, &*task, &batch_specs, group, &device, &options)?;
         let PreparedExecutor { mut executor, choices, rebalancer, utilization } = built;
         let reserved = options.plan.as_ref().map_or(0, |plan| plan.non_activation_bytes);
         let spill = enable_spill(config, executor.device(), reserved);
@@ -169,21 +172,15 @@ impl PreparedExecutor {
         task: &dyn Task,
         batch_specs: &[TensorSpec],
         group: Group,
-        local_rank: usize,
-        gpu: Option<LocalGpu>,
+        device: &Device,
         options: &TrainerOptions,
-        observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
-        let TrainerOptions { num_threads, simd_level_max, peak_flops, .. } = *options;
-        let device = open_device(config, local_rank, num_threads, simd_level_max)?;
-        if let Some(gpu) = gpu.filter(|_| group.world_size() > 1) {
-            connect_gpus(config, &group, &device, &gpu, observer)?;
-        }
+        let TrainerOptions { num_threads, peak_flops, .. } = *options;
         let profile = infer_profile(config, task, group.rank(), num_threads, batch_specs)?;
         let utilization =
             Utilization::new(config, task, &profile, batch_specs, &group, num_threads, peak_flops)?;
         let build = |device: &Device, table| task.build(device, table);
-        let model = Model::build_at(config.model_rank(group.rank()), &device, build)?;
+        let model = Model::build_at(config.model_rank(group.rank()), device, build)?;
         let choices = match &options.plan {
             Some(plan) => plan.choices.clone(),
             None => {
@@ -194,7 +191,7 @@ impl PreparedExecutor {
             }
         };
         let rebalancer = Rebalancer::new(config, profile.passes());
-        let executor = build_executor(config, model, profile, &choices, group, &device)?;
+        let executor = build_executor(config, model, profile, &choices, group, device)?;
         Ok(PreparedExecutor { executor, choices, rebalancer, utilization })
     }
 }
