@@ -15,6 +15,7 @@ use cudarc::driver::sys as cuda;
 use cudarc::nccl::sys as nccl;
 use std::collections::VecDeque;
 use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
@@ -106,6 +107,7 @@ struct Connection {
 // SAFETY: handles may be used on any thread that has entered the context, by one thread at a time.
 unsafe impl Send for Connection {}
 
+/// The place of a rank in a communicator, and the steps that it was given.
 struct Communicator {
     nccl: Nccl,
     /// `None` when it was aborted.
@@ -125,7 +127,7 @@ impl Communicator {
         let context = &nccl.cuda.context;
         let (driver, mut stream) = (&context.installation.driver, std::ptr::null_mut());
         context.enter()?;
-        // SAFETY: writes a handle, which `drop` destroys.
+        // SAFETY: writes a handle, which is destroyed with the connection.
         unsafe {
             call!(driver, cuStreamCreate(&mut stream, cuda::CUstream_flags::CU_STREAM_NON_BLOCKING as u32))?;
         }
@@ -143,13 +145,15 @@ impl Communicator {
             splitShare: UNDEFINED,
         };
         let num_ranks = world_size as c_int;
-        // SAFETY: writes a handle, which `abort` frees. The library copies the configuration.
-        unsafe {
-            call!(
-                nccl.api,
-                ncclCommInitRankConfig(&mut handle, num_ranks, id, rank.0 as c_int, &mut config)
-            )?;
+        // SAFETY: writes a handle, which is freed with the connection. The library copies the configuration.
+        let begun = unsafe {
+            call!(nccl.api, ncclCommInitRankConfig(&mut handle, num_ranks, id, rank.0 as c_int, &mut config))
+        };
+        if begun.is_err() {
+            // SAFETY: a stream of this context, which nothing uses.
+            let _ = unsafe { (driver.cuStreamDestroy_v2)(stream) };
         }
+        begun?;
         Ok(Communicator {
             nccl: nccl.clone(),
             connection: Some(Connection { handle, stream }),
@@ -176,16 +180,14 @@ impl Communicator {
             if !self.connection().is_idle(self.nccl.api)? {
                 return Ok(false);
             }
-            if self.waiting.is_empty() {
+            let Some(step) = self.waiting.pop_front() else {
                 self.is_issued = true;
                 break;
-            }
-            if let Some(step) = self.waiting.pop_front() {
-                let issued = self.issue_step(&step);
-                // Also after a failure, because a part may run.
-                self.running.push(step);
-                issued?;
-            }
+            };
+            let issued = self.issue_step(&step);
+            // Also after a failure, because a part may run.
+            self.running.push(step);
+            issued?;
         }
         // In this order: peers of steps that have run may have left.
         if self.has_run()? {
@@ -330,12 +332,14 @@ impl DeviceCommunicator for Communicator {
 
     fn abort(&mut self) {
         let Some(connection) = self.connection.take() else { return };
-        let (nccl, running) = (self.nccl.clone(), std::mem::take(&mut self.running));
+        // Freed only when no step writes to the memory.
+        let running = ManuallyDrop::new(std::mem::take(&mut self.running));
         self.waiting.clear();
-        // The library waits for peers of this host, so the caller must not. The thread keeps the memory until no step writes to it.
+        let nccl = self.nccl.clone();
+        // The library waits for peers of this host, so the caller must not.
         let abort = move || {
-            if !connection.abort(&nccl) {
-                std::mem::forget(running);
+            if connection.abort(&nccl) {
+                drop(ManuallyDrop::into_inner(running));
             }
         };
         // Without a thread, the process keeps everything until it ends.
