@@ -36,7 +36,7 @@ const STALL: Duration = Duration::from_secs(1);
 /// Upper bound of the time after which a rank warns its user that it waits.
 const WARN_MAX: Duration = Duration::from_secs(30);
 /// How long to wait on the control connection for the reason why a data connection broke.
-const REASON_WAIT: Duration = Duration::from_secs(1);
+pub(crate) const REASON_WAIT: Duration = Duration::from_secs(1);
 
 pub(crate) struct Control {
     /// The cost so far of the operation in flight.

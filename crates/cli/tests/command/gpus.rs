@@ -270,13 +270,17 @@ fn a_run_that_needs_nccl_is_refused_without_it() {
 #[test]
 fn a_rank_that_is_killed_in_an_operation_of_nccl_ends_the_run() {
     let fixture = Fixture::with_corpus();
-    for (layout, num_operations, operation) in
-        [("", "7", "all_reduce(sum, f32"), ("--set parallelism.zero_stage=3", "4", "all_gather(f32")]
-    {
+    let pipeline = "--set parallelism.pipeline_parallel_degree=2 --set model.num_layers=2";
+    for (layout, num_operations, operation) in [
+        ("", "7", "all_reduce(sum, f32"),
+        ("--set parallelism.zero_stage=3", "4", "all_gather(f32"),
+        (pipeline, "3", ""),
+    ] {
         let Some(mut command) = gpu_run(&fixture, "2", layout) else { return };
         command.env("FAKE_NCCL_KILLED", format!("1:{num_operations}"));
         let error = Running::start(command).end().refused();
-        assert_contains(&error, &["rank 1 was killed by SIGABRT", operation, ", line ", "rank 1"]);
+        assert_contains(&error, &["rank 1 was killed by SIGABRT", operation, "step ", ", line "]);
+        assert!(!error.contains("failed between the devices"), "{error}");
     }
 }
 

@@ -4,8 +4,9 @@
 //! identifier of a communicator of the two ranks, and later ones carry nothing. When the frame is through, the devices transfer the
 //! vector. Each direction has a communicator of its own, so that messages of both directions do not wait for each other.
 
+use crate::control::REASON_WAIT;
 use crate::recorder::Direction;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use trireme_base::{
     DeviceCommunicator, DeviceCommunicatorId, DeviceSpan, DeviceStep, DeviceTransfer, DeviceTransport,
     DeviceTransportError, Rank,
@@ -26,6 +27,8 @@ pub(super) struct DeviceLane {
     communicator: Option<Box<dyn DeviceCommunicator>>,
     /// Whether the devices transfer the first message of the lane.
     pub(super) is_transferring: bool,
+    /// A failure of the library, and when it was reported. It may be the loss of the peer, which the control connection tells soon.
+    failure: Option<(Instant, DeviceTransportError)>,
 }
 
 impl DeviceLane {
@@ -58,6 +61,18 @@ impl DeviceLane {
             Direction::Send => (SENDER, DeviceTransfer::Send { from: span, to: RECEIVER }),
             Direction::Receive => (RECEIVER, DeviceTransfer::Receive { to: span, from: SENDER }),
         };
+        self.is_transferring = true;
+        let begun = self.issue(own, DeviceStep::Exchange(Vec::from([transfer])), transport);
+        begun.or_else(|failure| self.defer(failure))
+    }
+
+    /// Issues a step, as rank `own` of the lane's communicator, which is joined for the first one.
+    fn issue(
+        &mut self,
+        own: Rank,
+        step: DeviceStep,
+        transport: &dyn DeviceTransport,
+    ) -> Result<(), DeviceTransportError> {
         let communicator = match &mut self.communicator {
             Some(communicator) => communicator,
             None => {
@@ -65,16 +80,32 @@ impl DeviceLane {
                 self.communicator.insert(transport.join(&id, own, 2)?)
             }
         };
-        communicator.issue(Vec::from([DeviceStep::Exchange(Vec::from([transfer]))]))?;
-        self.is_transferring = true;
-        Ok(())
+        communicator.issue(Vec::from([step]))
+    }
+
+    /// Keeps a failure of the library for a while, and returns others.
+    fn defer(&mut self, failure: DeviceTransportError) -> Result<(), DeviceTransportError> {
+        match failure {
+            DeviceTransportError::Device(_) => Err(failure),
+            DeviceTransportError::Library(_) => {
+                self.failure = Some((Instant::now(), failure));
+                Ok(())
+            }
+        }
     }
 
     /// Returns whether the transfer is complete.
     pub(super) fn is_done(&mut self) -> Result<bool, DeviceTransportError> {
+        if let Some((since, failure)) = &self.failure {
+            return if since.elapsed() < REASON_WAIT { Ok(false) } else { Err(failure.clone()) };
+        }
         let communicator = self.communicator.as_mut().expect("a transfer was started");
-        let is_done = communicator.poll()?;
-        self.is_transferring &= !is_done;
-        Ok(is_done)
+        match communicator.poll() {
+            Ok(is_done) => {
+                self.is_transferring &= !is_done;
+                Ok(is_done)
+            }
+            Err(failure) => self.defer(failure).map(|()| false),
+        }
     }
 }

@@ -11,6 +11,9 @@
 //! results on several ranks must first agree with the other ranks that none has failed. For the validation loss, the sum over the ranks
 //! does this.
 //!
+//! The host also waits at once before kernels use vectors that devices have exchanged among themselves, until the devices can wait for each
+//! other's streams.
+//!
 //! The host waits at once for vectors that it reads or copies itself, such as fused vectors, compressed messages, losses and norms. It also
 //! waits at once for parameters that are gathered as integers, for rows that are exchanged hierarchically, for the exchanges of an update,
 //! for earlier sends, and for sends of tied parameters.

@@ -34,7 +34,7 @@ use crate::kernels::{Operand, OperandMut};
 use api::call;
 use blas::Blas;
 use context::{Context, PinnedMemory};
-use nccl::Nccl;
+use nccl::NcclTransport;
 use std::panic::Location;
 use std::sync::Arc;
 use stream::Streams;
@@ -130,7 +130,7 @@ impl Backend for Cuda {
         self: Arc<Self>,
         arena: &Arc<Arena>,
     ) -> Result<Option<Arc<dyn DeviceTransport>>, DeviceError> {
-        Ok(Some(Arc::new(Nccl::new(self, Arc::clone(arena))?)))
+        Ok(Some(Arc::new(NcclTransport::new(self, Arc::clone(arena))?)))
     }
 
     fn run(&self, call: Call) {

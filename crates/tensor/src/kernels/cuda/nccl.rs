@@ -1,7 +1,8 @@
 //! NCCL: communicators between GPUs.
 //!
 //! Communicators do not block: a function may return before its work is done, and the next one may be called only when
-//! `ncclCommGetAsyncError` reports success. Dropping an idle communicator finalizes it; after a failure, it is aborted.
+//! `ncclCommGetAsyncError` reports success. An idle communicator that is dropped is finalized and destroyed on a
+//! thread of its own; after a failure, it is aborted.
 
 use super::Cuda;
 use super::api::{NcclApi, Status, call};
@@ -16,16 +17,14 @@ use cudarc::nccl::sys as nccl;
 use std::collections::VecDeque;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::channel;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 use trireme_base::{
     Category, DType, DeviceCommunicator, DeviceCommunicatorId, DeviceMemory, DeviceSpan, DeviceStep,
     DeviceTransfer, DeviceTransport, DeviceTransportError, Rank, ReduceOp, spawn_thread,
 };
 
-/// How long a communicator that leaves waits for its peers, and the time between two checks whether data has reached them.
+/// How long communicators that leave may take, and the time between two checks whether data has reached the peers.
 const LEAVE_MAX: Duration = Duration::from_secs(5);
 const LEAVE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -35,18 +34,59 @@ const UNDEFINED: c_int = c_int::MIN;
 /// The version of NCCL that declares this layout of `ncclConfig_t`. Later versions accept it.
 const CONFIG_VERSION: c_uint = 22_403;
 
-/// Opens communicators of a GPU.
+/// Opens communicators of a GPU. Dropped after them, it waits until they have left their peers: all together, because the library waits for
+/// peers of this host, which may leave theirs in another order.
+#[derive(Debug)]
+pub(super) struct NcclTransport(Nccl);
+
+impl NcclTransport {
+    pub(super) fn new(cuda: Arc<Cuda>, arena: Arc<Arena>) -> Result<Self, CudaError> {
+        Nccl::new(cuda, arena).map(NcclTransport)
+    }
+}
+
+impl Drop for NcclTransport {
+    fn drop(&mut self) {
+        let Departures { state, changed } = &*self.0.departures;
+        let state = state.lock().unwrap_or_else(PoisonError::into_inner);
+        let waits = |state: &mut DepartureState| state.num_leaving > 0 && !state.has_aborted;
+        // Longer only if a peer hangs. Its threads end with the process.
+        drop(changed.wait_timeout_while(state, LEAVE_MAX, waits));
+    }
+}
+
+/// The communicators of a GPU that are leaving.
+#[derive(Debug, Default)]
+struct Departures {
+    state: Mutex<DepartureState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct DepartureState {
+    num_leaving: usize,
+    /// Whether a communicator was aborted, so that peers may not leave.
+    has_aborted: bool,
+}
+
+impl Departures {
+    fn change(&self, change: impl FnOnce(&mut DepartureState)) {
+        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
+        self.changed.notify_all();
+    }
+}
+
+/// A GPU and the library.
 #[derive(Debug, Clone)]
-pub(crate) struct Nccl {
+struct Nccl {
     cuda: Arc<Cuda>,
     arena: Arc<Arena>,
     api: &'static NcclApi,
-    /// Whether peers have kept a communicator from leaving in time. Later ones do not wait for them.
-    gave_up: Arc<AtomicBool>,
+    departures: Arc<Departures>,
 }
 
 impl Nccl {
-    pub(super) fn new(cuda: Arc<Cuda>, arena: Arc<Arena>) -> Result<Self, CudaError> {
+    fn new(cuda: Arc<Cuda>, arena: Arc<Arena>) -> Result<Self, CudaError> {
         let api = cuda.context.installation.nccl()?;
         cuda.context.enter()?;
         // Loaded now, because the driver may wait for kernels to load one, and these may wait for a peer that does the same.
@@ -54,7 +94,7 @@ impl Nccl {
             cuda.context.function(&format!("combine_{dtype}"))?;
             cuda.context.function(&format!("divide_{dtype}"))?;
         }
-        Ok(Nccl { cuda, arena, api, gave_up: Arc::default() })
+        Ok(Nccl { cuda, arena, api, departures: Arc::default() })
     }
 }
 
@@ -62,12 +102,12 @@ fn library_error(error: CudaError) -> DeviceTransportError {
     DeviceTransportError::Library(error.to_string())
 }
 
-impl DeviceTransport for Nccl {
+impl DeviceTransport for NcclTransport {
     fn create_id(&self) -> Result<DeviceCommunicatorId, DeviceTransportError> {
         let mut id = nccl::ncclUniqueId { internal: [0; 128] };
-        let created = self.cuda.context.enter().and_then(|()| {
+        let created = self.0.cuda.context.enter().and_then(|()| {
             // SAFETY: writes an identifier.
-            unsafe { call!(self.api, ncclGetUniqueId(&mut id)) }
+            unsafe { call!(self.0.api, ncclGetUniqueId(&mut id)) }
         });
         created.map_err(library_error)?;
         Ok(id.internal.map(|byte| byte as u8))
@@ -80,16 +120,16 @@ impl DeviceTransport for Nccl {
         world_size: usize,
     ) -> Result<Box<dyn DeviceCommunicator>, DeviceTransportError> {
         let id = nccl::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
-        let communicator = Communicator::join(self, id, rank, world_size);
+        let communicator = Communicator::join(&self.0, id, rank, world_size);
         Ok(Box::new(communicator.map_err(library_error)?))
     }
 
     fn allocate(&self, num_bytes: usize) -> Result<Arc<dyn DeviceMemory>, DeviceTransportError> {
         let failure = |cause: String| DeviceTransportError::Device(cause);
-        let block = self.arena.allocate(num_bytes, Category::Communication);
+        let block = self.0.arena.allocate(num_bytes, Category::Communication);
         let block = block.map_err(|error| failure(error.to_string()))?;
         // Kernels that were issued before may still use the memory.
-        self.cuda.record().outcome().map_err(failure)?;
+        self.0.cuda.record().outcome().map_err(failure)?;
         Ok(Arc::new(ExchangeMemory::new(block)))
     }
 
@@ -336,6 +376,7 @@ impl DeviceCommunicator for Communicator {
         let running = ManuallyDrop::new(std::mem::take(&mut self.running));
         self.waiting.clear();
         let nccl = self.nccl.clone();
+        nccl.departures.change(|state| state.has_aborted = true);
         // The library waits for peers of this host, so the caller must not.
         let abort = move || {
             if connection.abort(&nccl) {
@@ -348,21 +389,21 @@ impl DeviceCommunicator for Communicator {
 }
 
 impl Drop for Communicator {
-    /// Leaves the peers when all data has reached them, which is given up after a while: the library waits for peers of this host.
+    /// Begins to leave the peers, when all data has reached them.
     fn drop(&mut self) {
         let is_idle = self.waiting.is_empty() && self.running.is_empty();
         if !is_idle {
             return self.abort();
         }
         let Some(connection) = self.connection.take() else { return };
-        let (nccl, (left, has_left)) = (self.nccl.clone(), channel());
+        self.nccl.departures.change(|state| state.num_leaving += 1);
+        let nccl = self.nccl.clone();
         let leave = move || {
             connection.leave(&nccl);
-            let _ = left.send(());
+            nccl.departures.change(|state| state.num_leaving -= 1);
         };
-        let waits = !self.nccl.gave_up.load(Ordering::Relaxed);
-        if spawn_thread("nccl-leave", leave).is_ok() && waits && has_left.recv_timeout(LEAVE_MAX).is_err() {
-            self.nccl.gave_up.store(true, Ordering::Relaxed);
+        if spawn_thread("nccl-leave", leave).is_err() {
+            self.nccl.departures.change(|state| state.num_leaving -= 1);
         }
     }
 }
@@ -428,7 +469,7 @@ impl Connection {
     }
 }
 
-/// Returns the library's number of a dtype, of those that GPUs [can reduce](Nccl::can_reduce).
+/// Returns the library's number of a dtype, of those that GPUs [can reduce](NcclTransport::can_reduce).
 fn data_type(dtype: DType) -> nccl::ncclDataType_t {
     match dtype {
         DType::F32 => nccl::ncclDataType_t::ncclFloat32,
