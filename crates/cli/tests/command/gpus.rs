@@ -1,7 +1,7 @@
 //! Workers on GPUs: stand-ins for CUDA's libraries run kernels on the host.
 
 use crate::common::{Fixture, Running, assert_contains};
-use crate::layouts::{MODELS, layout_arguments, model_config, relative_difference};
+use crate::layouts::{MODELS, assert_predicted, layout_arguments, model_config, relative_difference};
 use std::process::Command;
 use trireme_testkit::{fake_cuda_folder, install_fake_cuda};
 
@@ -123,7 +123,7 @@ fn check_layouts(dtype: &str, num_steps: usize, seeds: &[&str], tolerance: f64) 
             let train = format!("train {model}.toml {fixed} --set run.name=gpu {arguments}");
             let Some(mut command) = with_cuda(&fixture, &train) else { return };
             command.env("FAKE_CUDA_GPUS", num_gpus.to_string()).env("FAKE_CUDA_SEED", seed);
-            Running::start(command).end().succeeded();
+            assert_predicted(&Running::start(command).end().succeeded(), layout);
             runs.push(fixture.losses("gpu"));
         }
         assert!(runs.iter().all(|run| *run == runs[0]), "{dtype} {arguments}: other bits with another seed");

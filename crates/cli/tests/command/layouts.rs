@@ -203,20 +203,23 @@ impl TrainingProgram {
             return LayoutOutcome::Refused;
         }
         let text = outcome.succeeded();
-        let total = text.lines().find(|line| line.starts_with("total")).unwrap();
-        let columns: Vec<&str> = total.split_whitespace().collect();
-        // The number of tokens for a worker's experts is not known in advance.
-        let is_known = !layout.contains("expert");
-        assert!(
-            !is_known || Some(&columns[1]) == columns.last(),
-            "{what}: memory was predicted otherwise: {text}"
-        );
+        assert_predicted(&text, layout);
         let (found, expected) = (fixture.losses("rung"), fixture.losses(self.name));
         assert_eq!(found.len(), expected.len(), "{what}");
         let pairs = found.into_iter().zip(expected);
         let differences = pairs.map(|((_, found), (_, expected))| relative_difference(found, expected));
         LayoutOutcome::Difference(differences.fold(0.0, f64::max))
     }
+}
+
+/// Asserts that a run with this output took the memory that was predicted. The number of tokens for a worker's experts is not known in
+/// advance.
+#[track_caller]
+pub(crate) fn assert_predicted(output: &str, layout: &str) {
+    let total = output.lines().find(|line| line.starts_with("total")).expect("a run prints its memory");
+    let columns: Vec<&str> = total.split_whitespace().collect();
+    let is_known = !layout.contains("expert");
+    assert!(!is_known || Some(&columns[1]) == columns.last(), "memory was predicted otherwise: {output}");
 }
 
 /// A cell of the table.
