@@ -14,6 +14,7 @@ use crate::engine::Engine;
 use crate::messages::{MessageQueue, Messenger};
 use crate::recorder::{FlightRecorder, GroupRecorder};
 use crate::transport::Transport;
+use crate::transport::device::DeviceResources;
 use crate::{CommError, GroupOptions, Operation};
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
@@ -152,7 +153,13 @@ fn submit(queue: &Arc<Queue>, number: usize) -> Ticket {
 /// Explores a model in which `elapsed` has passed since the last operation was issued.
 fn explore_after(elapsed: Duration, model: impl Fn(&Arc<MessageQueue>) + Send + Sync + 'static) {
     sync::ELAPSED.set(elapsed);
-    let messenger = Messenger::start(Rank(0), vec![None], &GroupOptions::default(), recorder());
+    let messenger = Messenger::start(
+        Rank(0),
+        vec![None],
+        DeviceResources::default(),
+        &GroupOptions::default(),
+        recorder(),
+    );
     let messenger = messenger.expect("a messenger without peers");
     let queue = Arc::clone(&messenger.message_queue);
     explore(4, move || model(&queue));
