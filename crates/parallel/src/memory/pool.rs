@@ -266,7 +266,8 @@ impl Pool {
 
     pub(crate) fn release_buffer(&self, len: usize, buffer: Pending<Buffer<Untyped>>) {
         if self.memory == PoolMemory::Device {
-            // The device's arena reuses its memory.
+            // The device's arena reuses its memory. Taken first: the thread of the group may hold on to what is only dropped.
+            drop(buffer.try_take());
             return;
         }
         self.shared.free.lock().unwrap_or_else(PoisonError::into_inner).push((len, buffer));

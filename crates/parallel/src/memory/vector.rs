@@ -127,6 +127,8 @@ impl ExchangeVector {
         let DevicePart { mut device_tensor, arriving } = part;
         if device_tensor.as_ref().is_some_and(|own| own.exchange_memory().is_some()) {
             device.wait_for(&buffer.event());
+            // The thread of the group may hold on to what is only dropped.
+            drop(buffer.try_take());
             let none = Buffer::private_of(DType::U8, 0).expect("an empty vector needs no memory");
             return ExchangeVector { buffer: Pending::new(none), device_tensor };
         }
