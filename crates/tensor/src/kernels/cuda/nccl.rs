@@ -238,16 +238,21 @@ impl Communicator {
     }
 
     fn has_run(&mut self) -> Result<bool, CudaError> {
+        let has_run = self.query_stream()?;
+        if has_run {
+            self.running.clear();
+        }
+        Ok(has_run)
+    }
+
+    /// Returns whether the stream has run all that it has.
+    fn query_stream(&self) -> Result<bool, CudaError> {
         const NOT_READY: Status = cuda::CUresult::CUDA_ERROR_NOT_READY as Status;
         let driver = &self.context().installation.driver;
         // SAFETY: a stream of this context.
         match unsafe { (driver.cuStreamQuery)(self.connection().stream) } {
             NOT_READY => Ok(false),
-            status => {
-                driver.check("cuStreamQuery", status)?;
-                self.running.clear();
-                Ok(true)
-            }
+            status => driver.check("cuStreamQuery", status).map(|()| true),
         }
     }
 
@@ -352,14 +357,18 @@ impl DeviceCommunicator for Communicator {
         if let Some(cause) = streams.failure() {
             return Err(DeviceTransportError::Device(cause));
         }
-        self.advance().map_err(|error| match error {
-            // Failures that NCCL reports may be those of other ranks.
-            error @ CudaError::Nccl { .. } => library_error(error),
-            error => {
-                let streams = &self.nccl.cuda.streams;
-                streams.fail(&error);
-                DeviceTransportError::Device(streams.failure().unwrap_or_else(|| error.to_string()))
-            }
+        self.advance().map_err(|error| {
+            // Failures that NCCL reports are those of this GPU or of other ranks.
+            let error = match error {
+                CudaError::Nccl { .. } => match self.query_stream() {
+                    Ok(_) => return library_error(error),
+                    Err(own) => own,
+                },
+                error => error,
+            };
+            let streams = &self.nccl.cuda.streams;
+            streams.fail(&error);
+            DeviceTransportError::Device(streams.failure().unwrap_or_else(|| error.to_string()))
         })
     }
 
