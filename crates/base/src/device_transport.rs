@@ -138,7 +138,7 @@ pub enum DeviceTransportError {
     Library(String),
 }
 
-/// Opens communicators between devices of several ranks, such as those of NCCL between GPUs.
+/// Opens communicators between devices of several ranks. NCCL, for example, connects GPUs.
 pub trait DeviceTransport: Send + Sync + fmt::Debug {
     /// Creates the identifier of a new communicator. One rank calls it, and sends the identifier to the others.
     ///

@@ -93,7 +93,7 @@ impl Tensor {
     /// Wraps memory of an [exchange tensor](crate::Device::exchange_tensor) that a group has returned.
     ///
     /// # Panics
-    /// If the memory is not that of such a tensor, or if its size does not match shape and dtype.
+    /// If `memory` does not belong to an exchange tensor, or if its size does not match shape and dtype.
     pub fn from_exchange_memory(memory: Arc<dyn DeviceMemory>, shape: Shape, dtype: DType) -> Self {
         assert_eq!(Some(memory.num_bytes()), shape.num_bytes(dtype), "{shape:?}");
         Tensor { memory: Memory::Exchange(ExchangeMemory::of(memory)), shape, dtype }

@@ -266,6 +266,27 @@ extern "C" fn ncclAllGather(
     })
 }
 
+/// Enqueues a reduction of `len` elements. `start_for` returns the address of this rank's operand for the result of a rank, from the number
+/// of that rank and the size of its result in bytes.
+fn enqueue_reduction(
+    (dtype, op): (c_int, c_int),
+    len: usize,
+    to: usize,
+    (comm, stream): (Handle, u64),
+    start_for: impl Fn(usize, usize) -> usize,
+) -> c_int {
+    let Some(reduction) = Reduction::new(dtype, op) else { return INVALID_ARGUMENT };
+    let len = len * reduction.size();
+    enqueue(comm, stream, |own, transfers| {
+        let part_for = |rank: usize| Bytes { start: start_for(rank, len), len };
+        for peer in (0..own.world_size).filter(|peer| *peer != own.rank) {
+            transfers.send(part_for(peer), peer);
+        }
+        let ranks = (own.rank, own.world_size);
+        transfers.reduce(ranks, part_for(own.rank), Bytes { start: to, len }, reduction);
+    })
+}
+
 #[unsafe(no_mangle)]
 extern "C" fn ncclAllReduce(
     from: usize,
@@ -276,19 +297,7 @@ extern "C" fn ncclAllReduce(
     comm: Handle,
     stream: u64,
 ) -> c_int {
-    let Some(reduction) = Reduction::new(dtype, op) else { return INVALID_ARGUMENT };
-    let len = len * reduction.size();
-    enqueue(comm, stream, |own, transfers| {
-        for peer in (0..own.world_size).filter(|peer| *peer != own.rank) {
-            transfers.send(Bytes { start: from, len }, peer);
-        }
-        transfers.reduce(
-            (own.rank, own.world_size),
-            Bytes { start: from, len },
-            Bytes { start: to, len },
-            reduction,
-        );
-    })
+    enqueue_reduction((dtype, op), len, to, (comm, stream), |_, _| from)
 }
 
 #[unsafe(no_mangle)]
@@ -301,13 +310,5 @@ extern "C" fn ncclReduceScatter(
     comm: Handle,
     stream: u64,
 ) -> c_int {
-    let Some(reduction) = Reduction::new(dtype, op) else { return INVALID_ARGUMENT };
-    let len = len * reduction.size();
-    enqueue(comm, stream, |own, transfers| {
-        let block = |rank: usize| Bytes { start: from + rank * len, len };
-        for peer in (0..own.world_size).filter(|peer| *peer != own.rank) {
-            transfers.send(block(peer), peer);
-        }
-        transfers.reduce((own.rank, own.world_size), block(own.rank), Bytes { start: to, len }, reduction);
-    })
+    enqueue_reduction((dtype, op), len, to, (comm, stream), |rank, num_bytes| from + rank * num_bytes)
 }

@@ -26,15 +26,16 @@ impl ShardExchange {
         device: &Device,
         counted: &Device,
     ) -> DenseAndExpert<Self> {
-        let pool =
-            |group: &Arc<Group>, dtype| Pool::new(group, counted, dtype, Category::Communication, true);
+        let host_pool = |group: &Arc<Group>, dtype| {
+            Pool::in_group_memory(group, counted, dtype, Category::Communication, true)
+        };
+        let new = if device.is_same(counted) { Pool::new } else { Pool::in_group_memory };
         let exchange = |state: &StateRanks| {
             let groups = [state.update_group(header), ranks.tensor()];
             // Devices do not reduce f64, and matrices are put together on the host.
-            let sums = groups.map(|group| pool(group, DType::F64).in_group_memory());
-            let [gathers, parts] = groups.map(|group| pool(group, DType::F32));
-            let gathers = if device.is_same(counted) { gathers } else { gathers.in_group_memory() };
-            let parts = parts.in_group_memory();
+            let sums = groups.map(|group| host_pool(group, DType::F64));
+            let gathers = new(groups[0], counted, DType::F32, Category::Communication, true);
+            let parts = host_pool(groups[1], DType::F32);
             ShardExchange { device: device.clone(), sums, shard_gathers: gathers, tensor_gathers: parts }
         };
         let DenseAndExpert { dense, experts } = &ranks.state;

@@ -84,9 +84,9 @@ impl GradientLayout {
         let is_reduced_as_is = !self.is_rounded() && !self.is_hierarchical;
         let is_exchanged =
             self.is_gathered() || is_reduced_as_is && (self.is_scattered() || self.updates_early);
-        let pool = Pool::new(self.group(&ranks.state.dense), device, DType::F32, category, is_exchanged);
         // Codecs run on the host.
         let is_compressed = options.compression.codec() != CodecName::None;
-        if is_compressed { pool.in_group_memory() } else { pool }
+        let new = if is_compressed { Pool::in_group_memory } else { Pool::new };
+        new(self.group(&ranks.state.dense), device, DType::F32, category, is_exchanged)
     }
 }

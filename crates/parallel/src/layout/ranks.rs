@@ -419,8 +419,8 @@ impl RankGrid {
         &self.mesh
     }
 
-    /// Joins the communicators of devices of all groups that [need](Group::need_devices) them, one after another. Collective over all
-    /// ranks: the devices of some would wait for those of others if they joined while groups exchange vectors.
+    /// Joins the device communicators of all groups that [need](Group::need_devices) one, one group after another. If ranks joined while
+    /// groups exchange vectors, devices could wait for each other forever. Collective over all ranks.
     pub(crate) fn join_devices(&self) -> Result<()> {
         for group in &self.groups {
             group.join_devices()?.wait()?;

@@ -50,39 +50,41 @@ impl Pool {
         category: Category,
         is_exchanged: bool,
     ) -> Self {
-        let shared = Shared { free: Mutex::default(), counted: CountedMemory::new(device) };
         let memory = match group.world_size() {
             // A group of one rank exchanges nothing, so its vectors need no group memory.
             1 => PoolMemory::None,
-            _ if group.has_device_transport() && !device.reaches_host() => {
-                if is_exchanged {
-                    group.need_devices();
-                }
-                PoolMemory::Device
-            }
+            _ if group.has_device_transport() && !device.reaches_host() => PoolMemory::Device,
             _ => PoolMemory::Group,
         };
-        let (group, page_size) = (Arc::clone(group), PageSize::Base);
+        if memory == PoolMemory::Device && is_exchanged {
+            group.need_devices();
+        }
+        Pool { memory, ..Self::in_group_memory(group, device, dtype, category, is_exchanged) }
+    }
+
+    /// Creates a pool like [`new`](Pool::new). Its vectors are exchanged in memory of the group even if the group has one rank or a device
+    /// transport, because the host or another group accesses them.
+    pub(crate) fn in_group_memory(
+        group: &Arc<Group>,
+        device: &Device,
+        dtype: DType,
+        category: Category,
+        is_exchanged: bool,
+    ) -> Self {
         Pool {
-            group,
+            group: Arc::clone(group),
             dtype,
             category,
             peers_map_buffers: is_exchanged,
-            page_size,
-            memory,
-            shared: Arc::new(shared),
+            page_size: PageSize::Base,
+            memory: PoolMemory::Group,
+            shared: Arc::new(Shared { free: Mutex::default(), counted: CountedMemory::new(device) }),
         }
     }
 
     /// Uses huge pages, for vectors that are exchanged many times per step.
     pub(crate) fn in_huge_pages(self) -> Self {
         Pool { page_size: PageSize::Huge, ..self }
-    }
-
-    /// Exchanges vectors in memory of the group, even if it has one rank or a device transport, because the host or another group accesses
-    /// them.
-    pub(crate) fn in_group_memory(self) -> Self {
-        Pool { memory: PoolMemory::Group, ..self }
     }
 
     pub(crate) fn is_clone_of(&self, other: &Pool) -> bool {

@@ -37,10 +37,8 @@ impl QuantizedGather {
         QuantizedGather {
             order: order.collect(),
             own: levels.shard(across.rank().0, within.rank().0),
-            across_messages: Pool::new(across, device, DType::U8, Category::Communication, true)
-                .in_group_memory(),
-            within_messages: Pool::new(within, device, DType::U8, Category::Communication, true)
-                .in_group_memory(),
+            across_messages: Pool::in_group_memory(across, device, DType::U8, Category::Communication, true),
+            within_messages: Pool::in_group_memory(within, device, DType::U8, Category::Communication, true),
         }
     }
 

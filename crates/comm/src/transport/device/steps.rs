@@ -4,8 +4,8 @@
 //! of `D` bytes on `N` ranks, a rank sends `D (N - 1) / N` bytes, as with a ring, in one round of transfers instead of `N - 1`. An
 //! all-reduce gathers the blocks afterwards. Parts that are received go through scratch memory, a segment of each block at a time.
 //!
-//! If the order need not be kept, all-reduces and even reduce-scatters in place are those of the library. Other reductions are in canonical
-//! order all the same.
+//! Without [`keeps_order`](crate::GroupOptions::keeps_order), the library executes all-reduces, and reduce-scatters in place into equal
+//! blocks. Other reductions follow the canonical order with and without it.
 
 use crate::call::BlockLens;
 use std::ops::Range;
@@ -203,7 +203,7 @@ impl DeviceSteps<'_> {
         }
     }
 
-    /// Exchanges a segment of each block, and reduces that of this rank's block in canonical order.
+    /// Exchanges a segment of each block, and reduces the segment of this rank's block in canonical order.
     fn reduce_segment(
         &mut self,
         input: &DeviceSpan,

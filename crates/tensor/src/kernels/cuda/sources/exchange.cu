@@ -2,7 +2,7 @@
 
 #include "common.cuh"
 
-// As `kernels/cuda/nccl.rs` numbers reductions.
+// As `kernels/cuda/nccl/mod.rs` numbers reductions.
 enum Reduction { SUM, PRODUCT, MAX, MIN };
 
 // NaN takes precedence. Of equal values, the right one is taken, as on the CPU.

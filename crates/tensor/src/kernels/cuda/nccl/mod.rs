@@ -1,8 +1,10 @@
 //! NCCL: communicators between GPUs.
 //!
 //! Communicators do not block: a function may return before its work is done, and the next one may be called only when
-//! `ncclCommGetAsyncError` reports success. An idle communicator that is dropped is finalized and destroyed on a
-//! thread of its own; after a failure, it is aborted.
+//! `ncclCommGetAsyncError` reports success. An idle communicator that is dropped is finalized and destroyed on a thread of its own; after a
+//! failure, it is aborted.
+
+mod connection;
 
 use super::Cuda;
 use super::api::{NcclApi, Status, call};
@@ -12,10 +14,11 @@ use crate::exchange_memory::ExchangeMemory;
 use crate::kernels::Operand;
 use crate::kernels::backend::Backend;
 use crate::kernels::cpu::arena::Arena;
+use connection::Connection;
 use cudarc::driver::sys as cuda;
 use cudarc::nccl::sys as nccl;
 use std::collections::VecDeque;
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::mem::ManuallyDrop;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
@@ -24,15 +27,8 @@ use trireme_base::{
     DeviceTransfer, DeviceTransport, DeviceTransportError, Rank, ReduceOp, spawn_thread,
 };
 
-/// How long communicators that leave may take, and the time between two checks whether data has reached the peers.
+/// How long communicators that leave may take.
 const LEAVE_MAX: Duration = Duration::from_secs(5);
-const LEAVE_POLL_INTERVAL: Duration = Duration::from_millis(1);
-
-/// `NCCL_CONFIG_UNDEF_INT`.
-const UNDEFINED: c_int = c_int::MIN;
-
-/// The version of NCCL that declares this layout of `ncclConfig_t`. Later versions accept it.
-const CONFIG_VERSION: c_uint = 22_403;
 
 /// Opens communicators of a GPU. Dropped after them, it waits until they have left their peers: all together, because the library waits for
 /// peers of this host, which may leave theirs in another order.
@@ -138,15 +134,6 @@ impl DeviceTransport for NcclTransport {
     }
 }
 
-/// A communicator of the library, and the stream on which its steps run.
-struct Connection {
-    handle: nccl::ncclComm_t,
-    stream: cuda::CUstream,
-}
-
-// SAFETY: handles may be used on any thread that has entered the context, by one thread at a time.
-unsafe impl Send for Connection {}
-
 /// The place of a rank in a communicator, and the steps that it was given.
 struct Communicator {
     nccl: Nccl,
@@ -164,39 +151,10 @@ struct Communicator {
 
 impl Communicator {
     fn join(nccl: &Nccl, id: nccl::ncclUniqueId, rank: Rank, world_size: usize) -> Result<Self, CudaError> {
-        let context = &nccl.cuda.context;
-        let (driver, mut stream) = (&context.installation.driver, std::ptr::null_mut());
-        context.enter()?;
-        // SAFETY: writes a handle, which is destroyed with the connection.
-        unsafe {
-            call!(driver, cuStreamCreate(&mut stream, cuda::CUstream_flags::CU_STREAM_NON_BLOCKING as u32))?;
-        }
-        let mut handle = std::ptr::null_mut();
-        let mut config = nccl::ncclConfig_t {
-            size: size_of::<nccl::ncclConfig_t>(),
-            // `NCCL_API_MAGIC`.
-            magic: 0xcafe_beef,
-            version: CONFIG_VERSION,
-            blocking: 0,
-            cgaClusterSize: UNDEFINED,
-            minCTAs: UNDEFINED,
-            maxCTAs: UNDEFINED,
-            netName: std::ptr::null(),
-            splitShare: UNDEFINED,
-        };
-        let num_ranks = world_size as c_int;
-        // SAFETY: writes a handle, which is freed with the connection. The library copies the configuration.
-        let begun = unsafe {
-            call!(nccl.api, ncclCommInitRankConfig(&mut handle, num_ranks, id, rank.0 as c_int, &mut config))
-        };
-        if begun.is_err() {
-            // SAFETY: a stream of this context, which nothing uses.
-            let _ = unsafe { (driver.cuStreamDestroy_v2)(stream) };
-        }
-        begun?;
+        let connection = Some(Connection::open(&nccl.cuda.context, nccl.api, id, rank, world_size)?);
         Ok(Communicator {
             nccl: nccl.clone(),
-            connection: Some(Connection { handle, stream }),
+            connection,
             rank,
             world_size,
             waiting: VecDeque::new(),
@@ -358,7 +316,7 @@ impl DeviceCommunicator for Communicator {
             return Err(DeviceTransportError::Device(cause));
         }
         self.advance().map_err(|error| {
-            // Failures that NCCL reports are those of this GPU or of other ranks.
+            // NCCL reports failures of this GPU as well as of other ranks.
             let error = match error {
                 CudaError::Nccl { .. } => match self.query_stream() {
                     Ok(_) => return library_error(error),
@@ -388,7 +346,7 @@ impl DeviceCommunicator for Communicator {
         nccl.departures.change(|state| state.has_aborted = true);
         // The library waits for peers of this host, so the caller must not.
         let abort = move || {
-            if connection.abort(&nccl) {
+            if connection.abort(&nccl.cuda.context, nccl.api) {
                 drop(ManuallyDrop::into_inner(running));
             }
         };
@@ -408,73 +366,12 @@ impl Drop for Communicator {
         self.nccl.departures.change(|state| state.num_leaving += 1);
         let nccl = self.nccl.clone();
         let leave = move || {
-            connection.leave(&nccl);
+            connection.leave(&nccl.cuda.context, nccl.api);
             nccl.departures.change(|state| state.num_leaving -= 1);
         };
         if spawn_thread("nccl-leave", leave).is_err() {
             self.nccl.departures.change(|state| state.num_leaving -= 1);
         }
-    }
-}
-
-impl Connection {
-    /// Finalizes the communicator, which runs nothing, and destroys it.
-    fn leave(self, nccl: &Nccl) {
-        // SAFETY: a communicator that was not aborted, and runs nothing.
-        let begun = nccl
-            .cuda
-            .context
-            .enter()
-            .and_then(|()| unsafe { call!(nccl.api, ncclCommFinalize(self.handle)) });
-        let is_finalized = begun.is_ok()
-            && loop {
-                match self.is_idle(nccl.api) {
-                    Ok(false) => std::thread::sleep(LEAVE_POLL_INTERVAL),
-                    Ok(true) => break true,
-                    Err(_) => break false,
-                }
-            };
-        if !is_finalized {
-            self.abort(nccl);
-            return;
-        }
-        // SAFETY: finalized; it is not used any more. Nothing uses the stream.
-        unsafe {
-            let _ = (nccl.api.ncclCommDestroy)(self.handle);
-            let _ = (nccl.cuda.context.installation.driver.cuStreamDestroy_v2)(self.stream);
-        }
-    }
-
-    /// Aborts the communicator. Returns whether nothing runs on its stream any more.
-    fn abort(self, nccl: &Nccl) -> bool {
-        let context = &nccl.cuda.context;
-        let _ = context.enter();
-        // SAFETY: a communicator that was not aborted. Kernels of the library end, and those behind them run.
-        unsafe {
-            let _ = (nccl.api.ncclCommAbort)(self.handle);
-        }
-        let has_ended = context.synchronize(self.stream).is_ok();
-        if has_ended {
-            // SAFETY: a stream of this context, which nothing uses any more.
-            unsafe {
-                let _ = (context.installation.driver.cuStreamDestroy_v2)(self.stream);
-            }
-        }
-        has_ended
-    }
-
-    /// Returns whether the last function has done its work.
-    fn is_idle(&self, api: &NcclApi) -> Result<bool, CudaError> {
-        let mut state = nccl::ncclResult_t::ncclSuccess;
-        // The library may write numbers that the enumeration does not have.
-        let place = (&raw mut state).cast::<Status>();
-        // SAFETY: a communicator that was not aborted; writes a number of four bytes.
-        let state = unsafe {
-            call!(api, ncclCommGetAsyncError(self.handle, place.cast()))?;
-            place.read()
-        };
-        api.check("an operation of NCCL", state)?;
-        Ok(state == nccl::ncclResult_t::ncclSuccess as Status)
     }
 }
 
