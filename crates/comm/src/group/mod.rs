@@ -393,12 +393,12 @@ impl Group {
         if self.devices.scratch.get().is_some() {
             return Ok(());
         }
-        let transport = self.devices.transport.get().expect("memory of devices is of attached ones");
-        let scratch = transport.allocate(SCRATCH_BYTES).map_err(|cause| CommError::Allocate {
+        let scratch = self.devices.transport().allocate(SCRATCH_BYTES);
+        let scratch = scratch.map_err(|cause| CommError::Allocate {
             bytes: SCRATCH_BYTES,
             source: Arc::new(std::io::Error::other(cause)),
         })?;
-        // Another thread may have allocated it meanwhile.
+        // Another thread may have allocated memory meanwhile.
         let _ = self.devices.scratch.set(scratch);
         Ok(())
     }

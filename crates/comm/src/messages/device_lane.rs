@@ -6,14 +6,11 @@
 
 use crate::control::REASON_WAIT;
 use crate::recorder::Direction;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use trireme_base::{
     DeviceCommunicator, DeviceCommunicatorId, DeviceSpan, DeviceStep, DeviceTransfer, DeviceTransport,
     DeviceTransportError, Rank,
 };
-
-/// Time between two checks of a transfer.
-pub(super) const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// The ranks of a lane's communicator.
 const SENDER: Rank = Rank(0);

@@ -1,10 +1,10 @@
-use super::device_lane::{DeviceLane, POLL_INTERVAL};
+use super::device_lane::DeviceLane;
 use crate::backoff::Backoff;
 use crate::buffer::{CacheLine, Storage};
 use crate::call::Call;
 use crate::control::{TICK, stall_threshold, stall_warning_threshold};
 use crate::recorder::{Direction, GroupRecorder};
-use crate::transport::device::DeviceResources;
+use crate::transport::device::{DeviceResources, POLL_INTERVAL};
 use crate::transport::link::{Interest, Link};
 use crate::transport::link_transport::{Incoming, Memories, Outgoing, ReceiveError};
 use crate::{CommError, GroupOptions, Operation};

@@ -26,8 +26,8 @@ use trireme_base::{
     DeviceTransport, DeviceTransportError, Rank,
 };
 
-/// Time between two checks of an operation that is running.
-const POLL_INTERVAL: Duration = Duration::from_micros(50);
+/// Time between two checks whether devices have done their work.
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// The transport between the devices of a group's ranks, and its memory. The group and its threads share them.
 #[derive(Debug, Clone, Default)]
