@@ -358,15 +358,16 @@ fn multiply(
 ) -> Result<(), CUresult> {
     let (rows, inner) = a.layout.sizes(a.is_transposed);
     let (b_inner, cols) = b.layout.sizes(b.is_transposed);
-    let bias_bytes = if description.has_bias { rows * 4 } else { 0 };
+    // The bias has the dtype of the result.
+    let bias_layout = Layout { dtype: d.layout.dtype, rows, cols: 1, stride: rows };
+    let bias = Matrix { start: description.bias, layout: bias_layout, is_transposed: false };
+    let bias_bytes = if description.has_bias { bias_layout.num_bytes() } else { 0 };
     let fits = inner == b_inner
         && [c, d].iter().all(|matrix| matrix.layout.sizes(false) == (rows, cols))
         && a.layout.dtype == b.layout.dtype
         && c.layout.dtype == d.layout.dtype
-        // The library has a bias of the dtype of the result alone.
-        && (!description.has_bias || d.layout.dtype == Dtype::F32)
         && [a, b, c, d].iter().all(|matrix| driver.memory.contains(matrix.start, matrix.layout.num_bytes()))
-        && driver.memory.contains(description.bias, bias_bytes);
+        && driver.memory.contains(bias.start, bias_bytes);
     if !fits {
         return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
     }
@@ -388,7 +389,7 @@ fn multiply(
                                 value += beta * c.get(row, col);
                             }
                             if description.has_bias {
-                                value += (description.bias as *const f32).add(row).read();
+                                value += bias.get(row, 0);
                             }
                             d.set(row, col, value);
                         }

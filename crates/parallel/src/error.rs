@@ -131,12 +131,16 @@ impl From<OverBudget> for ParallelError {
 }
 
 impl ParallelError {
-    /// Adds the line of the program at which an over-budget error occurred. Other errors are unchanged.
+    /// Adds the line of the program at which memory was exhausted. Other errors are unchanged.
     pub(crate) fn at(self, line: std::fmt::Arguments<'_>) -> Self {
         match self {
             ParallelError::Device(DeviceError::OverBudget(source))
             | ParallelError::Model(ModelError::Device(DeviceError::OverBudget(source))) => {
                 ParallelError::OverBudget { line: line.to_string(), source }
+            }
+            ParallelError::Device(DeviceError::OutOfMemory(cause))
+            | ParallelError::Model(ModelError::Device(DeviceError::OutOfMemory(cause))) => {
+                ParallelError::Device(DeviceError::OutOfMemory(format!("{line}: {cause}")))
             }
             other => other,
         }

@@ -69,9 +69,9 @@ pub struct MemoryUsage {
 }
 
 /// A refused allocation that would have exceeded the budget.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{category} grew by {}, which exceeds the device budget of {} by {}; in use: {}",
+    "{category} grew by {}, which exceeds the device budget of {} by {}; in use: {}{largest}",
     Bytes(*requested as u64),
     Bytes(*budget as u64),
     Bytes(self.excess() as u64),
@@ -84,6 +84,8 @@ pub struct OverBudget {
     pub budget: usize,
     /// Bytes that each category holds, in the order of [`Category::ALL`].
     pub in_use: [usize; NUM_CATEGORIES],
+    /// The largest tensors in use, in words; empty if the memory is not of the device's arena.
+    pub largest: String,
 }
 
 impl OverBudget {
@@ -118,7 +120,13 @@ impl MemoryCounter {
         let budget = self.budget.unwrap_or(usize::MAX);
         let within_budget = |current: usize| current.checked_add(bytes).filter(|&total| total <= budget);
         let before = self.total.current.fetch_update(Ordering::Relaxed, Ordering::Relaxed, within_budget);
-        let exceeded = |_| OverBudget { category, requested: bytes, budget, in_use: self.in_use() };
+        let exceeded = |_| OverBudget {
+            category,
+            requested: bytes,
+            budget,
+            in_use: self.in_use(),
+            largest: String::new(),
+        };
         let total = before.map_err(exceeded)? + bytes;
         self.of_category[category as usize].add(bytes);
         let own = total.saturating_sub(self.mapped.load(Ordering::Relaxed));

@@ -48,7 +48,8 @@ impl Drop for LentGuard {
 
 impl Memory {
     /// Allocates from the arena, or from its overflow memory if the budget has no room.
-    fn allocate(arena: &Arc<Arena>, num_bytes: usize, category: Category) -> Result<Self> {
+    fn allocate(arena: &Arc<Arena>, array: (Shape, DType), category: Category) -> Result<Self> {
+        let num_bytes = num_bytes(array, category)?;
         let overflow = || {
             arena.allocate_overflow(num_bytes, category).map(|memory| Memory::Lent(LentGuard(Some(memory))))
         };
@@ -57,7 +58,7 @@ impl Memory {
         {
             return Ok(memory);
         }
-        match arena.allocate(num_bytes, category) {
+        match arena.allocate(array, category) {
             Err(DeviceError::OverBudget(error)) => overflow().ok_or(error.into()),
             taken => Ok(Memory::Block(taken?)),
         }
@@ -65,7 +66,7 @@ impl Memory {
 }
 
 /// Returns the size of a tensor in bytes.
-fn num_bytes(shape: Shape, dtype: DType, category: Category) -> Result<usize> {
+fn num_bytes((shape, dtype): (Shape, DType), category: Category) -> Result<usize> {
     shape.num_bytes(dtype).ok_or(DeviceError::Unaddressable { shape, dtype, category })
 }
 
@@ -76,8 +77,7 @@ impl Tensor {
         dtype: DType,
         category: Category,
     ) -> Result<Self> {
-        let num_bytes = num_bytes(shape, dtype, category)?;
-        Ok(Tensor { memory: Memory::allocate(arena, num_bytes, category)?, shape, dtype })
+        Ok(Tensor { memory: Memory::allocate(arena, (shape, dtype), category)?, shape, dtype })
     }
 
     pub(crate) fn allocate_for_exchange(
@@ -86,7 +86,8 @@ impl Tensor {
         dtype: DType,
         category: Category,
     ) -> Result<Self> {
-        let block = arena.allocate(num_bytes(shape, dtype, category)?, category)?;
+        num_bytes((shape, dtype), category)?;
+        let block = arena.allocate((shape, dtype), category)?;
         Ok(Tensor { memory: Memory::Exchange(Arc::new(ExchangeMemory::new(block))), shape, dtype })
     }
 

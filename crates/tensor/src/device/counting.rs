@@ -32,7 +32,7 @@ impl DeviceTransport for CountingTransport {
     }
 
     fn allocate(&self, num_bytes: usize) -> Result<Arc<dyn DeviceMemory>, DeviceTransportError> {
-        let block = self.0.allocate(num_bytes, Category::Communication);
+        let block = self.0.allocate(([num_bytes].into(), DType::U8), Category::Communication);
         Ok(Arc::new(ExchangeMemory::new(
             block.map_err(|error| DeviceTransportError::Device(error.to_string()))?,
         )))

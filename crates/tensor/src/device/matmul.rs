@@ -25,7 +25,8 @@ pub enum MatmulEpilogue<'a> {
     Overwrite,
     /// Adds the result to the destination's values, which are f32.
     Accumulate,
-    /// Adds an f32 bias and an f32 residual, both optional, to the result.
+    /// Adds an f32 bias and an f32 residual, both optional, to the result. Without a residual, GPUs round the bias to the dtype of the
+    /// result before they add it.
     Add {
         /// One value per column.
         bias: Option<View<'a>>,

@@ -1,7 +1,6 @@
 //! Counting devices, budgets and kernel timers.
 
 use super::*;
-use crate::memory::OverBudget;
 use crate::precision::Precision;
 use crate::tape::RotaryTable;
 use trireme_base::Positions;
@@ -31,7 +30,9 @@ fn budgets_limit_rounded_allocation_sizes() {
     let device = Device::cpu(options).unwrap();
     let vector = |len: usize| device.zeros([len].into(), DType::F32, Category::Gradients);
     let half = vector(128).unwrap();
-    assert!(matches!(vector(129), Err(DeviceError::OverBudget(OverBudget { requested: 576, .. }))));
+    let Err(DeviceError::OverBudget(refused)) = vector(129) else { panic!("the budget is 1024 bytes") };
+    assert_eq!((refused.requested, refused.excess()), (576, 64));
+    assert_eq!(refused.largest, "; the largest: 1 [128] in f32 for gradients, 512B each");
     let other_half = vector(128).unwrap();
     drop((half, other_half));
     vector(256).unwrap();

@@ -39,8 +39,9 @@ impl Device {
     /// If this device does not [reach the host's memory](Device::reaches_host). Call it on [`host`](Device::host).
     pub fn pinned_memory(&self, num_bytes: usize, category: Category) -> Result<PinnedMemory> {
         assert!(self.reaches_host, "pinned memory is allocated on the host of a device");
-        let block = self.arena.allocate(num_bytes, category)?;
-        let memory = OperandMut::new(block.operand(([num_bytes].into(), DType::U8)));
+        let bytes = ([num_bytes].into(), DType::U8);
+        let block = self.arena.allocate(bytes, category)?;
+        let memory = OperandMut::new(block.operand(bytes));
         Ok(PinnedMemory { memory, cpu: Arc::clone(&self.cpu), _block: block })
     }
 

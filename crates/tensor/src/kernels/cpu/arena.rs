@@ -9,13 +9,14 @@
 
 use crate::device::{DeviceError, Result};
 use crate::kernels::backend::Backend;
+use crate::kernels::cpu::blocks_in_use::BlocksInUse;
 use crate::kernels::cpu::free_list::FreeList;
 use crate::kernels::cpu::mapping::Mapping;
 use crate::kernels::cuda::DeviceAddresses;
 use crate::kernels::host_pinning::HostPinning;
 use crate::kernels::{Operand, OperandMut};
 use crate::lent_memory::{LentMemory, OverflowAllocator};
-use crate::memory::{MemoryCounter, PageSource, describe};
+use crate::memory::{MemoryCounter, OverBudget, PageSource, describe};
 use crate::shape::Shape;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -40,6 +41,7 @@ pub(crate) struct Arena {
 #[derive(Debug)]
 struct ArenaState {
     free: FreeList,
+    in_use: BlocksInUse,
     /// End of the accessible bytes. Later addresses are only reserved: the system does not check whether it has memory for them.
     accessible: usize,
 }
@@ -76,7 +78,11 @@ impl Arena {
     }
 
     fn new(memory: Mapping, accessible: usize, counter: Arc<MemoryCounter>) -> Self {
-        let blocks = Mutex::new(ArenaState { free: FreeList::new(memory.num_bytes()), accessible });
+        let blocks = Mutex::new(ArenaState {
+            free: FreeList::new(memory.num_bytes()),
+            in_use: BlocksInUse::new(),
+            accessible,
+        });
         let (memory, backend, overflow) = (Arc::new(memory), OnceLock::new(), OnceLock::new());
         Arena { memory, state: blocks, counter, backend, overflow }
     }
@@ -123,17 +129,28 @@ impl Arena {
     /// Returns the error of a request that exceeds the machine's memory.
     fn out_of_memory(&self, len: usize, category: Category) -> DeviceError {
         let [requested, reserved] = [len, self.memory.num_bytes()].map(|bytes| Bytes(bytes as u64));
-        let in_use = describe(&self.counter.in_use());
+        let in_use = self.describe_usage(&self.lock_state());
         DeviceError::OutOfMemory(format!(
             "out of memory: {requested} for {category} do not fit into the {reserved} of this device ({in_use}); use \
              smaller batches, shorter sequences, or a machine with more memory"
         ))
     }
 
+    /// Describes the memory in use for error messages.
+    fn describe_usage(&self, state: &ArenaState) -> String {
+        format!("{}{}", describe(&self.counter.in_use()), state.in_use.describe_largest())
+    }
+
     /// Returns the error of a request that the system refuses: the process may have no more memory, the host's pool of huge pages is
     /// exhausted, the control group is at its limit, or the kernel is too old to populate pages.
-    fn refused(&self, len: usize, category: Category, source: std::io::Error) -> DeviceError {
-        let (requested, in_use) = (Bytes(len as u64), describe(&self.counter.in_use()));
+    fn refused(
+        &self,
+        state: &ArenaState,
+        len: usize,
+        category: Category,
+        source: std::io::Error,
+    ) -> DeviceError {
+        let (requested, in_use) = (Bytes(len as u64), self.describe_usage(state));
         if self.memory.is_detached() {
             return DeviceError::OutOfMemory(format!(
                 "out of memory: the GPU has no {requested} left for {category} ({in_use}): {source}; use smaller batches or shorter sequences, \
@@ -166,27 +183,33 @@ impl Arena {
         }
     }
 
-    /// Allocates a block of `len` bytes with unspecified contents.
-    pub(crate) fn allocate(self: &Arc<Self>, len: usize, category: Category) -> Result<Block> {
-        let offset = Some(self.allocate_offset(len, category)?);
-        Ok(Block { arena: Arc::clone(self), offset, len, category })
+    /// Allocates a block with unspecified contents for an array.
+    pub(crate) fn allocate(self: &Arc<Self>, array: (Shape, DType), category: Category) -> Result<Block> {
+        let offset = Some(self.allocate_offset(array, category)?);
+        Ok(Block { arena: Arc::clone(self), offset, array, category })
     }
 
-    fn allocate_offset(&self, len: usize, category: Category) -> Result<usize> {
+    fn allocate_offset(&self, array: (Shape, DType), category: Category) -> Result<usize> {
+        let len = num_bytes(array);
         // Checked first, so that no later addition overflows.
         self.check_room(len, category)?;
         let padded = len.next_multiple_of(ALIGNMENT);
-        self.counter.charge(category, padded)?;
+        self.counter.charge(category, padded).map_err(|refused| OverBudget {
+            largest: self.lock_state().in_use.describe_largest(),
+            ..refused
+        })?;
         let mut blocks = self.lock_state();
         let Some(offset) = blocks.free.allocate(padded) else {
+            drop(blocks);
             self.counter.uncharge(category, padded);
             return Err(self.out_of_memory(len, category));
         };
         if let Err(source) = self.make_accessible(&mut blocks, offset + padded) {
             blocks.free.free(offset, padded);
             self.counter.uncharge(category, padded);
-            return Err(self.refused(len, category, source));
+            return Err(self.refused(&blocks, len, category, source));
         }
+        blocks.in_use.insert(offset, array, category);
         drop(blocks);
         if let Some(backend) = self.backend.get() {
             let start = self.memory.address(offset);
@@ -215,14 +238,19 @@ pub(crate) struct Block {
     arena: Arc<Arena>,
     /// `None` while the memory is released.
     offset: Option<usize>,
-    len: usize,
+    /// The array that the memory was allocated for.
+    array: (Shape, DType),
     category: Category,
+}
+
+fn num_bytes((shape, dtype): (Shape, DType)) -> usize {
+    shape.num_elements() * dtype.size()
 }
 
 impl Block {
     /// Returns the size in bytes, also while the memory is released.
     pub(crate) fn len(&self) -> usize {
-        self.len
+        num_bytes(self.array)
     }
 
     pub(crate) fn category(&self) -> Category {
@@ -236,15 +264,17 @@ impl Block {
     /// Frees the memory, and with it its contents.
     pub(crate) fn release(&mut self) {
         let Some(offset) = self.offset.take() else { return };
-        let padded = self.len.next_multiple_of(ALIGNMENT);
+        let padded = self.len().next_multiple_of(ALIGNMENT);
         self.arena.counter.uncharge(self.category, padded);
-        self.arena.lock_state().free.free(offset, padded);
+        let mut state = self.arena.lock_state();
+        state.free.free(offset, padded);
+        state.in_use.remove(offset);
     }
 
     /// Allocates memory again, with unspecified contents.
     pub(crate) fn reallocate(&mut self) -> Result<()> {
         if self.offset.is_none() {
-            self.offset = Some(self.arena.allocate_offset(self.len, self.category)?);
+            self.offset = Some(self.arena.allocate_offset(self.array, self.category)?);
         }
         Ok(())
     }
@@ -255,7 +285,7 @@ impl Block {
 
     /// Returns the block as an array of a shape and dtype. Panics if its memory is released.
     pub(crate) fn operand(&self, of: (Shape, DType)) -> Operand {
-        Operand::new(self.start(), self.len, of, self.arena.memory.is_detached())
+        Operand::new(self.start(), self.len(), of, self.arena.memory.is_detached())
     }
 
     fn start(&self) -> NonNull<u8> {
@@ -274,15 +304,19 @@ mod tests {
     use super::*;
     use crate::kernels::cpu::mapping::RELEASE_GRANULARITY;
 
+    fn bytes(len: usize) -> (Shape, DType) {
+        ([len].into(), DType::U8)
+    }
+
     impl Block {
         fn bytes(&self) -> &[u8] {
             // SAFETY: within the accessible part of the mapping; no other block overlaps.
-            unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.len) }
+            unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.len()) }
         }
 
         fn bytes_mut(&mut self) -> &mut [u8] {
             // SAFETY: as in `bytes`, and the borrow of `self` is unique.
-            unsafe { std::slice::from_raw_parts_mut(self.start().as_ptr(), self.len) }
+            unsafe { std::slice::from_raw_parts_mut(self.start().as_ptr(), self.len()) }
         }
     }
 
@@ -290,8 +324,8 @@ mod tests {
     fn blocks_are_counted_reused_and_apart() {
         let counter = Arc::new(MemoryCounter::new(None));
         let arena = Arc::new(Arena::reserve(PageSource::Transparent, None, Arc::clone(&counter)).unwrap());
-        let mut first = arena.allocate(100, Category::Parameters).unwrap();
-        let mut second = arena.allocate(1, Category::Activations).unwrap();
+        let mut first = arena.allocate(bytes(100), Category::Parameters).unwrap();
+        let mut second = arena.allocate(bytes(1), Category::Activations).unwrap();
         first.bytes_mut().fill(1);
         second.bytes_mut().fill(2);
         assert!(first.bytes().iter().all(|&byte| byte == 1));
@@ -299,8 +333,8 @@ mod tests {
         let address = first.bytes().as_ptr();
         drop(first);
         assert_eq!(counter.usage(Category::Parameters).current, 0);
-        assert_eq!(arena.allocate(128, Category::Gradients).unwrap().bytes().as_ptr(), address);
-        assert!(arena.allocate(usize::MAX / 2, Category::Gradients).is_err());
+        assert_eq!(arena.allocate(bytes(128), Category::Gradients).unwrap().bytes().as_ptr(), address);
+        assert!(arena.allocate(bytes(usize::MAX / 2), Category::Gradients).is_err());
         assert_eq!(second.bytes(), [2]);
     }
 
@@ -313,7 +347,7 @@ mod tests {
         };
         let arena = Arc::new(arena);
         // Takes one page, because the pool may have other users. Most hosts have none.
-        let mut block = match arena.allocate(RELEASE_GRANULARITY, Category::Activations) {
+        let mut block = match arena.allocate(bytes(RELEASE_GRANULARITY), Category::Activations) {
             Err(error) => {
                 assert!(error.to_string().contains("the pool of huge pages has too few left for"), "{error}");
                 return assert_eq!(counter.usage(Category::Activations).current, 0);
@@ -326,7 +360,7 @@ mod tests {
         arena.trim();
         assert!(
             arena
-                .allocate(RELEASE_GRANULARITY, Category::Activations)
+                .allocate(bytes(RELEASE_GRANULARITY), Category::Activations)
                 .unwrap()
                 .bytes()
                 .iter()
@@ -340,7 +374,7 @@ mod tests {
             Arena::reserve(PageSource::Transparent, None, Arc::new(MemoryCounter::new(None))).unwrap(),
         );
         let mut blocks: Vec<Block> = (0..4)
-            .map(|_| arena.allocate(3 * RELEASE_GRANULARITY + 64, Category::Optimizer).unwrap())
+            .map(|_| arena.allocate(bytes(3 * RELEASE_GRANULARITY + 64), Category::Optimizer).unwrap())
             .collect();
         blocks.iter_mut().for_each(|block| block.bytes_mut().fill(7));
         blocks[1].release();

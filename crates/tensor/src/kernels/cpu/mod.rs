@@ -9,6 +9,7 @@ pub(crate) mod activation;
 pub(crate) mod arena;
 pub(crate) mod attention;
 pub(crate) mod blocks;
+mod blocks_in_use;
 pub(crate) mod cross_entropy;
 pub(crate) mod dropout;
 pub(crate) mod element;

@@ -26,12 +26,14 @@ fn alignment(array: Operand) -> u32 {
     1 << array.addresses().start.trailing_zeros().min(ALIGNMENT.ilog2())
 }
 
-/// The parts of the scratch memory of a matmul, as byte ranges.
+/// The starts of the parts of a matmul's scratch memory in bytes, and their end.
 struct Scratch {
     /// An operand in the precision of the matmul, if it is stored in another.
     left: usize,
     right: usize,
-    /// The f32 result, if it is rounded after an addition.
+    /// The bias in the dtype of the result, if it is stored in another or not aligned.
+    bias: usize,
+    /// The f32 result, if it is rounded after a residual is added.
     result: usize,
     workspace: usize,
     end: usize,
@@ -45,10 +47,11 @@ impl Scratch {
         let after = |start: usize, num_bytes: usize| (start + num_bytes).next_multiple_of(ALIGNMENT);
         let (left, result_bytes) = (0, rows * cols * size_of::<f32>());
         let right = after(left, rows * inner * size);
-        let result = after(right, inner * cols * size);
+        let bias = after(right, inner * cols * size);
+        let result = after(bias, cols * size_of::<f32>());
         let workspace = after(result, result_bytes);
         let end = after(workspace, (WORKSPACE_RESULTS * result_bytes).min(WORKSPACE_BYTES_MAX));
-        Scratch { left, right, result, workspace, end }
+        Scratch { left, right, bias, result, workspace, end }
     }
 }
 
@@ -59,8 +62,8 @@ pub(crate) fn matmul_scratch_words(precision: Precision, sizes: MatmulSizes) -> 
 }
 
 impl Cuda {
-    /// Runs a matmul: converts operands to its precision where they are stored in another, and rounds the result after bias and residual
-    /// are added.
+    /// Runs a matmul: converts operands to its precision where they are stored in another, and the bias to the dtype of the result, as the
+    /// library requires. Rounds the result after a residual is added, which the library does not: it adds arrays of the result's dtype.
     pub(super) fn run_matmul(&self, call: &MatmulCall) {
         let MatmulCall::Matmul {
             left,
@@ -94,25 +97,30 @@ impl Cuda {
             scratch.as_operand().part(start..start + shape.num_elements() * dtype.size(), (shape, dtype))
         };
         let dtype = precision.dtype();
-        let converted = |operand: &Operand, start: usize| {
-            if operand.dtype() == dtype {
-                return *operand;
-            }
-            let rounded = part(start, operand.shape(), dtype);
-            let launch = self.kernel("convert", &[operand.dtype(), dtype]).arg(operand).arg(rounded);
+        let convert = |operand: Operand, start: usize, dtype: DType| {
+            let converted = part(start, operand.shape(), dtype);
+            let launch = self.kernel("convert", &[operand.dtype(), dtype]).arg(&operand).arg(converted);
             launch.over_elements(operand.shape());
-            rounded
+            converted
         };
-        let (left, right) = (converted(left, parts.left), converted(right, parts.right));
-        let is_rounded = out.dtype() != DType::F32 && (given_bias.is_some() || residual.is_some());
+        let factor = |operand: &Operand, start: usize| {
+            if operand.dtype() == dtype { *operand } else { convert(*operand, start, dtype) }
+        };
+        let (left, right) = (factor(left, parts.left), factor(right, parts.right));
+        let is_rounded = out.dtype() != DType::F32 && residual.is_some();
         let result = if is_rounded { part(parts.result, out.shape(), DType::F32) } else { out.as_operand() };
         let added = if *accumulate { Some(result) } else { *residual };
         let workspace_bytes = parts.end - parts.workspace;
         let workspace = part(parts.workspace, Shape::from([workspace_bytes]), DType::U8);
-        let is_aligned = given_bias.is_none_or(|bias| alignment(bias) >= BIAS_ALIGNMENT);
-        let adds_later = is_rounded || !is_aligned;
-        let (bias, added) =
-            if adds_later { (None, added.filter(|_| *accumulate)) } else { (*given_bias, added) };
+        let (bias, added) = if is_rounded {
+            (None, None)
+        } else {
+            let is_usable =
+                |bias: Operand| bias.dtype() == result.dtype() && alignment(bias) >= BIAS_ALIGNMENT;
+            let bias = given_bias
+                .map(|bias| if is_usable(bias) { bias } else { convert(bias, parts.bias, result.dtype()) });
+            (bias, added)
+        };
         let has_bias = bias.is_some();
         let alignments = [right, left, added.unwrap_or(result), result].map(alignment);
         let kind = MatmulKind {
@@ -128,7 +136,7 @@ impl Cuda {
         };
         let arrays = Arrays { left, right, bias, added, out: result, workspace };
         self.issue(|| self.blas.multiply(kind, &arrays, self.streams.handle(Stream::Compute).cast()));
-        if adds_later {
+        if is_rounded {
             self.add_bias(result, *given_bias, *residual, out);
         }
     }

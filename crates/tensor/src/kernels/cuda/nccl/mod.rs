@@ -122,7 +122,7 @@ impl DeviceTransport for NcclTransport {
 
     fn allocate(&self, num_bytes: usize) -> Result<Arc<dyn DeviceMemory>, DeviceTransportError> {
         let failure = |cause: String| DeviceTransportError::Device(cause);
-        let block = self.0.arena.allocate(num_bytes, Category::Communication);
+        let block = self.0.arena.allocate(([num_bytes].into(), DType::U8), Category::Communication);
         let block = block.map_err(|error| failure(error.to_string()))?;
         // Kernels that were issued before may still use the memory.
         self.0.cuda.record().outcome().map_err(failure)?;
