@@ -91,6 +91,7 @@ fn kernels(root: &Path) -> Result<Vec<Kernel>> {
         let Definition { path, name, what, .. } = definition;
         Kernel { name, what, element_types: arms.get(&path).map_or_else(Vec::new, |run| element_types(run)) }
     }));
+    kernels.retain(|kernel| !MEASUREMENT_KERNELS.contains(&kernel.name.as_str()));
     // A kernel with several methods is described by the first of them.
     kernels.sort_by(|left: &Kernel, right| left.name.cmp(&right.name));
     kernels.dedup_by(|later, earlier| later.name == earlier.name);
@@ -257,7 +258,6 @@ fn methods(text: &str, definitions: &[Definition], arms: &CallSources) -> Vec<Ke
                 // Functions of elements are computed for any float.
                 let run = if body.contains("self.issue_expression(") { "with_element!" } else { &body[..] };
                 let kernel = call.or_else(|| Some((kernel_name(body)?, run)));
-                let kernel = kernel.filter(|(name, _)| !MEASUREMENT_KERNELS.contains(&name.as_str()));
                 found.extend(kernel.map(|(name, run)| Kernel {
                     name,
                     what: what.clone(),

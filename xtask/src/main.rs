@@ -1,10 +1,11 @@
 //! Development tasks of the workspace, as subcommands of `cargo xtask`: `tidy`, `kernels`, `ladder`, `compare`, `faults`, `foreign`,
-//! `slurm` and `surveys`.
+//! `gpu`, `slurm` and `surveys`.
 
 mod commands;
 mod compare;
 mod faults;
 mod foreign;
+mod gpu;
 mod kernels;
 mod slurm;
 mod surveys;
@@ -33,6 +34,7 @@ enum XtaskCommand {
     Compare(compare::CompareArgs),
     Faults(faults::FaultsArgs),
     Foreign(foreign::ForeignArgs),
+    Gpu(gpu::GpuArgs),
     Slurm(slurm::SlurmArgs),
     Surveys(surveys::SurveysArgs),
 }
@@ -45,6 +47,7 @@ fn main() -> ExitCode {
         XtaskCommand::Compare(args) => compare::run(&args, workspace_root()),
         XtaskCommand::Faults(args) => faults::run(&args, workspace_root()).map(|()| true),
         XtaskCommand::Foreign(args) => foreign::run(&args, workspace_root()),
+        XtaskCommand::Gpu(args) => gpu::run(&args, workspace_root()),
         XtaskCommand::Slurm(args) => slurm::run(&args, workspace_root()),
         XtaskCommand::Surveys(args) => surveys::run(&args, workspace_root()).map(|()| true),
     };

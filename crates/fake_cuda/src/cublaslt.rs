@@ -1,4 +1,4 @@
-//! cuBLASLt: matmuls of column-major matrices, in f32.
+//! cuBLASLt: matmuls of column-major matrices, in f32. There is no algorithm that adds a bias to an odd number of rows of 16 bits.
 
 use crate::Out;
 use crate::driver::call;
@@ -257,16 +257,22 @@ struct HeuristicResult {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     _handle: *mut u8,
-    _description: *const Description,
+    description: *const Description,
     _a: *const Layout,
     _b: *const Layout,
     _c: *const Layout,
-    _d: *const Layout,
+    d: *const Layout,
     preference: *const Preference,
     num_requested: c_int,
     results: *mut HeuristicResult,
     num_results: Out<'_, c_int>,
 ) -> cublasStatus_t {
+    // SAFETY: the caller passes a description and a layout.
+    let (has_bias, d) = unsafe { ((*description).has_bias, *d) };
+    if has_bias && d.dtype != Dtype::F32 && d.rows % 2 == 1 {
+        num_results.write(0);
+        return CUBLAS_STATUS_NOT_SUPPORTED;
+    }
     let num = TIMES.len().min(num_requested as usize);
     for index in 0..num {
         // SAFETY: the caller passes a preference, and as much room as it has asked for.

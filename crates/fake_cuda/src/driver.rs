@@ -217,10 +217,19 @@ unsafe extern "C" fn cuMemCreate(
 ) -> CUresult {
     call_in_context(|driver| {
         check(num_bytes > 0 && num_bytes.is_multiple_of(GRANULARITY))?;
-        if num_bytes > driver.gpus.memory_bytes - driver.memory.used_bytes() {
+        if num_bytes > driver.free_bytes() {
             return Err(CUDA_ERROR_OUT_OF_MEMORY);
         }
         handle.write(driver.memory.create(num_bytes));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemGetInfo_v2(free: Out<'_, usize>, total: Out<'_, usize>) -> CUresult {
+    call_in_context(|driver| {
+        free.write(driver.free_bytes());
+        total.write(driver.gpus.memory_bytes);
         Ok(())
     })
 }
@@ -335,7 +344,7 @@ extern "C" fn cuMemHostUnregister(start: usize) -> CUresult {
 extern "C" fn cuMemAlloc_v2(start: Out<'_, u64>, num_bytes: usize) -> CUresult {
     call_in_context(|driver| {
         let num_bytes = num_bytes.next_multiple_of(GRANULARITY);
-        if driver.memory.used_bytes() + num_bytes > driver.gpus.memory_bytes {
+        if num_bytes > driver.free_bytes() {
             return Err(CUDA_ERROR_OUT_OF_MEMORY);
         }
         let address = driver.memory.reserve(num_bytes).ok_or(CUDA_ERROR_OUT_OF_MEMORY)?;

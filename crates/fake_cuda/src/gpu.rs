@@ -15,6 +15,8 @@ pub struct Gpus {
     pub lost: Option<(i32, u64)>,
     /// `FAKE_CUDA_MEMORY`: memory of a GPU in MiB; 16 GiB by default. The host's memory is used only where a program writes.
     pub memory_bytes: usize,
+    /// `FAKE_CUDA_OTHERS`: memory of a GPU that other programs use, in MiB; 0 by default.
+    pub others_bytes: usize,
     /// `FAKE_CUDA_DRIVER`: version of CUDA that the driver supports, as a thousand times the major and ten times the minor number; 12080 by
     /// default.
     pub driver_version: i32,
@@ -33,6 +35,7 @@ impl Gpus {
                 .split_once(':')
                 .and_then(|(gpu, launches)| Some((gpu.parse().ok()?, launches.parse().ok()?))),
             memory_bytes: variable::<usize>("FAKE_CUDA_MEMORY", 16 << 10) << 20,
+            others_bytes: variable::<usize>("FAKE_CUDA_OTHERS", 0) << 20,
             driver_version: variable("FAKE_CUDA_DRIVER", 12080),
         }
     }

@@ -98,6 +98,12 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
+    /// Returns the memory of a GPU that nothing uses.
+    pub(crate) fn free_bytes(&self) -> usize {
+        let used = self.memory.used_bytes() + self.gpus.others_bytes;
+        self.gpus.memory_bytes.saturating_sub(used)
+    }
+
     pub(crate) fn new() -> Self {
         Self::with_seed(variable("FAKE_CUDA_SEED", 0))
     }

@@ -45,7 +45,7 @@ pub use matmul::{MatmulEpilogue, Transposition};
 pub use optimizer::UpdatePass;
 pub use recorded::RecordedCalls;
 pub use replay::Replay;
-pub use timing::{CallTimer, TimedCall};
+pub use timing::{CallTimer, GpuInstant, TimedCall};
 pub use transfer::PinnedMemory;
 
 use crate::kernels::backend::Backend;
@@ -57,7 +57,7 @@ use crate::kernels::cuda::Cuda;
 use crate::kernels::host_pinning::HostPinning;
 use crate::kernels::{ExecutionUnit, Operand, OperandMut, SimdLevel};
 use crate::lent_memory::OverflowAllocator;
-use crate::memory::MemoryCounter;
+use crate::memory::{GpuMemory, MemoryCounter};
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 use crate::view::{View, ViewMut};
@@ -65,9 +65,7 @@ use counting::Counting;
 use detached::Detached;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use trireme_base::{
-    Category, Cost, DType, DeviceTransport, Event, Journal, JournalEntry, KernelCall, Traffic,
-};
+use trireme_base::{Category, Cost, DType, DeviceTransport, Event, Journal, JournalEntry, KernelCall};
 
 /// Options of [`Device::open`].
 #[derive(Debug, Clone, Copy, Default)]
@@ -169,13 +167,13 @@ impl Device {
         Device::open(DeviceOptions { backend: BackendKind::Cpu, ..options })
     }
 
-    /// Opens a CPU device, like [`cpu`](Device::cpu), and returns it with a timer of its kernels.
+    /// Opens a device, and returns it with a timer of its kernels.
     ///
     /// # Errors
     /// As [`open`](Device::open).
     pub fn timed(options: DeviceOptions) -> Result<(Self, CallTimer)> {
         let timer = CallTimer::default();
-        Ok((Device { timer: Some(timer.clone()), ..Device::cpu(options)? }, timer))
+        Ok((Device { timer: Some(timer.clone()), ..Device::open(options)? }, timer))
     }
 
     /// Opens a device that counts the memory and the cost that a device of these options would incur. Its memory must not be accessed, and
@@ -218,6 +216,11 @@ impl Device {
     /// needed.
     pub fn reaches_host(&self) -> bool {
         self.reaches_host
+    }
+
+    /// Returns whether kernels run on a GPU.
+    pub fn is_gpu(&self) -> bool {
+        self.is_gpu
     }
 
     /// Returns whether both are clones of one device.
@@ -288,7 +291,7 @@ impl Device {
             recorded.record(&call);
         }
         if let Some(timer) = &self.timer {
-            timer.time(&call, &self.cpu);
+            timer.time(&call, &*self.backend);
         }
         self.backend.run(call);
     }
@@ -317,6 +320,12 @@ impl Device {
     /// Returns an event that completes when all kernels issued so far have run.
     pub fn record_event(&self) -> Event {
         self.backend.record()
+    }
+
+    /// Records the instant at which the kernels issued so far have run, on the clock of a GPU. `None` on other devices, where the host's
+    /// clock measures kernels, and on a device that has failed. Costs about as much as a launch.
+    pub fn record_instant(&self) -> Option<GpuInstant> {
+        GpuInstant::record(&*self.backend)
     }
 
     /// Makes kernels issued from now on wait for `event`. Does not block the caller, except on backends that run kernels during the call.
@@ -393,6 +402,15 @@ impl Device {
         &self.staging
     }
 
+    /// Returns the use of a GPU's memory by all programs; `None` if the device is not a GPU.
+    ///
+    /// # Errors
+    /// [`DeviceError::Failed`] if the device has failed.
+    pub fn gpu_memory(&self) -> Result<Option<GpuMemory>> {
+        let found = self.backend.free_and_total_bytes().map_err(DeviceError::Failed)?;
+        Ok(found.map(|(free, total)| GpuMemory { total, own: self.arena.accessible_bytes(), free }))
+    }
+
     /// Checks that `num_bytes` do not exceed the total memory of the device. Lets callers fail before they allocate a part of it.
     ///
     /// # Errors
@@ -465,15 +483,12 @@ impl Device {
         self.cpu.run_unit(unit, rounds)
     }
 
-    /// Streams through memory with almost no arithmetic. Used to measure bandwidth. Fails on a GPU.
-    pub(crate) fn stream(&self, traffic: Traffic, memory: ViewMut<'_>) -> Result<()> {
-        if self.is_gpu {
-            return Err(DeviceError::RustFunction { name: "the probe of memory bandwidth" });
-        }
-        self.issue_function("stream", Cost::ZERO, [], memory, move |cpu, [], mut memory| {
-            cpu.stream(traffic, memory.u32s(cpu));
-        });
-        Ok(())
+    /// Returns the seconds that the hardware takes for the kernels that `issue` issues. Blocks until they have run.
+    pub(crate) fn time(&self, mut issue: impl FnMut() -> Result<()>) -> Result<f64> {
+        let mut outcome = Ok(());
+        let seconds = self.backend.time(&mut || outcome = issue());
+        outcome?;
+        seconds.map_err(DeviceError::Failed)
     }
 }
 

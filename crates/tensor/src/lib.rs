@@ -28,9 +28,9 @@ pub use cow_tensor::CowTensor;
 pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
     BackendKind, CallTimer, CudaError, CudaFolders, CudaInstallation, CudaOptions, CudaReport,
-    DetachedOptions, Device, DeviceError, DeviceOptions, Expr, FoundLibrary, Gpu, LIBRARY_VARIABLE,
-    MatmulEpilogue, PageSource, PinnedMemory, RecordedCalls, Replay, RowGroups, RowInput, TimedCall,
-    Transposition, UpdatePass, WaitSite,
+    DetachedOptions, Device, DeviceError, DeviceOptions, Expr, FoundLibrary, Gpu, GpuInstant,
+    LIBRARY_VARIABLE, MatmulEpilogue, PageSource, PinnedMemory, RecordedCalls, Replay, RowGroups, RowInput,
+    TimedCall, Transposition, UpdatePass, WaitSite,
 };
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{
@@ -39,7 +39,7 @@ pub use kernels::{
     StateDType, StepScale, updates,
 };
 pub use lent_memory::{LentMemory, OverflowAllocator};
-pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
+pub use memory::{GpuMemory, MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::OptimizerState;
 pub use parameter_table::{
     ExpertDegreeError, ModelRank, NUM_LEAVES, ParameterId, ParameterInfo, ParameterSpan, ParameterTable,

@@ -68,14 +68,38 @@ pub struct MemoryUsage {
     pub peak: usize,
 }
 
+/// The use of a GPU's memory, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GpuMemory {
+    /// The GPU's memory.
+    pub total: usize,
+    /// Allocated by this device for tensors, in use or not.
+    pub own: usize,
+    /// Free for any program.
+    pub free: usize,
+}
+
+impl GpuMemory {
+    /// Returns the bytes that tensors may have.
+    pub fn available(&self) -> usize {
+        self.own + self.free
+    }
+
+    /// Returns the bytes that CUDA, NCCL and other programs use.
+    pub fn others(&self) -> usize {
+        self.total.saturating_sub(self.available())
+    }
+}
+
 /// A refused allocation that would have exceeded the budget.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{category} grew by {}, which exceeds the device budget of {} by {}; in use: {}{largest}",
+    "{category} grew by {}, which exceeds the device budget of {} by {}; in use: {}{}",
     Bytes(*requested as u64),
     Bytes(*budget as u64),
     Bytes(self.excess() as u64),
-    describe(in_use)
+    describe(in_use),
+    largest_in_words(largest)
 )]
 #[expect(missing_docs, reason = "the message explains the fields")]
 pub struct OverBudget {
@@ -84,7 +108,7 @@ pub struct OverBudget {
     pub budget: usize,
     /// Bytes that each category holds, in the order of [`Category::ALL`].
     pub in_use: [usize; NUM_CATEGORIES],
-    /// The largest tensors in use, in words; empty if the memory is not of the device's arena.
+    /// Descriptions of the kinds of tensors that use the most memory; empty if they are unknown.
     pub largest: String,
 }
 
@@ -93,6 +117,11 @@ impl OverBudget {
     pub fn excess(&self) -> usize {
         self.in_use.iter().sum::<usize>().saturating_add(self.requested).saturating_sub(self.budget)
     }
+}
+
+/// Continues a message about memory with descriptions of the largest tensors.
+pub(crate) fn largest_in_words(largest: &str) -> String {
+    if largest.is_empty() { String::new() } else { format!("; the largest: {largest}") }
 }
 
 /// Formats the bytes of each category for error messages.

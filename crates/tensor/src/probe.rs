@@ -4,7 +4,8 @@
 //! expect.
 //!
 //! A kernel's time is compared with its [lower bound](Probe::bound): the time of its operations at the peak of an execution unit with all
-//! operands in registers ([`Probe::peak`]), or the time of a plain loop over the same amount of memory ([`Probe::stream`]).
+//! operands in registers ([`Probe::peak`]; on a GPU, of a large matmul by its library), or the time of a plain loop over the same amount of
+//! memory ([`Probe::stream`]).
 //! `trireme doctor` does so for matmul kernels of every SIMD level, and `trireme bench kernels` for each kernel of a step, timed within the
 //! step ([`CallTimer`](crate::CallTimer)). `docs/performance.md` has the results.
 
@@ -25,8 +26,11 @@ use std::convert::Infallible;
 use std::time::{Duration, Instant};
 use trireme_base::{Category, DType, RandomKey};
 
-/// Minimum duration of a timed run, so that the time to wake up threads is negligible.
+/// Minimum duration of a timed run, so that the time to wake up threads, or to launch a kernel, is negligible.
 const PEAK_RUN_DURATION_MIN: Duration = Duration::from_millis(1);
+
+/// Rows, columns and inner dim of the first matmul that measures a GPU.
+const PEAK_SIDE_MIN: usize = 256;
 
 trireme_base::named! {
     /// The transposes of matmul operands that occur in training.
@@ -82,7 +86,7 @@ impl Probe {
         Probe { device: device.clone(), duration }
     }
 
-    /// Measures the floating-point operations per second of `unit`, with all operands in registers, on all threads of the device.
+    /// Measures the floating-point operations per second of `unit`, with all operands in registers, on all threads of the host.
     ///
     /// # Panics
     /// If the device's SIMD level does not have the unit.
@@ -97,11 +101,26 @@ impl Probe {
             rounds *= 2;
         }
         let mut operations = 0;
-        let Ok(timing) = time_runs(self.duration, |_| {
+        let Ok(timing) = time_runs(self.duration, || {
+            let start = Instant::now();
             operations = self.device.run_execution_unit(unit, rounds);
-            Ok::<_, Infallible>(())
+            Ok::<_, Infallible>(start.elapsed().as_secs_f64())
         });
         operations as f64 / timing.best
+    }
+
+    /// Measures the floating-point operations per second of the smallest square matmul, with a power of two as side, that takes at least a
+    /// millisecond. Its operands have the dtype of the precision.
+    pub(crate) fn matmul_peak(&self, precision: Precision) -> Result<f64> {
+        let mut side = PEAK_SIDE_MIN;
+        loop {
+            let sizes = MatmulSizes { rows: side, cols: side, inner: side };
+            let timing = self.time_matmul(precision, Transposes::NN, sizes, precision.dtype())?;
+            if timing.best >= PEAK_RUN_DURATION_MIN.as_secs_f64() {
+                return Ok(sizes.operations() / timing.best);
+            }
+            side *= 2;
+        }
     }
 
     /// Times plain loops that stream through memory with almost no arithmetic.
@@ -111,7 +130,12 @@ impl Probe {
     pub fn stream(&self, traffic: Traffic) -> Result<Timing> {
         let shape = [traffic.extent().div_ceil(size_of::<u32>())].into();
         let mut memory = self.device.empty(shape, DType::U32, Category::Activations)?;
-        time_runs(self.duration, |_| self.device.stream(traffic, memory.view_mut()))
+        time_runs(self.duration, || {
+            self.device.time(|| {
+                self.device.stream(memory.view_mut(), traffic);
+                Ok(())
+            })
+        })
     }
 
     /// Times a matmul with the dtypes of training: activations in `precision`, weights in f32. NN and NT write activations; TN adds to an
@@ -120,6 +144,17 @@ impl Probe {
     /// # Errors
     /// If the device has no memory for the operands.
     pub fn matmul(&self, precision: Precision, transposes: Transposes, sizes: MatmulSizes) -> Result<Timing> {
+        self.time_matmul(precision, transposes, sizes, DType::F32)
+    }
+
+    /// As [`matmul`](Probe::matmul), with weights of a dtype.
+    fn time_matmul(
+        &self,
+        precision: Precision,
+        transposes: Transposes,
+        sizes: MatmulSizes,
+        weight: DType,
+    ) -> Result<Timing> {
         let MatmulSizes { rows, cols, inner } = sizes;
         let activation = precision.dtype();
         let (left_shape, right_shape) = match transposes {
@@ -128,16 +163,16 @@ impl Probe {
             Transposes::TN => ([inner, rows], [inner, cols]),
         };
         let (right_dtype, out_dtype, epilogue) = match transposes {
-            Transposes::NN | Transposes::NT => (DType::F32, activation, MatmulEpilogue::Overwrite),
+            Transposes::NN | Transposes::NT => (weight, activation, MatmulEpilogue::Overwrite),
             Transposes::TN => (activation, DType::F32, MatmulEpilogue::Accumulate),
         };
         let left = self.random(left_shape, activation)?;
         let right = self.random(right_shape, right_dtype)?;
         let mut out = self.random([rows, cols], out_dtype)?;
         let (left_transpose, right_transpose) = transposes.split();
-        time_runs(self.duration, |_| {
+        time_runs(self.duration, || {
             let (left, right) = ((left.view(), left_transpose), (right.view(), right_transpose));
-            self.device.matmul(precision, left, right, out.view_mut(), epilogue)
+            self.device.time(|| self.device.matmul(precision, left, right, out.view_mut(), epilogue))
         })
     }
 

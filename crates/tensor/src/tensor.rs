@@ -1,7 +1,7 @@
 use crate::device::{DeviceError, Result};
 use crate::exchange_memory::ExchangeMemory;
 use crate::kernels::OperandMut;
-use crate::kernels::cpu::arena::{Arena, Block};
+use crate::kernels::cpu::arena::{Arena, Block, num_bytes};
 use crate::lent_memory::LentMemory;
 use crate::shape::Shape;
 use crate::view::{View, ViewMut};
@@ -65,11 +65,6 @@ impl Memory {
     }
 }
 
-/// Returns the size of a tensor in bytes.
-fn num_bytes((shape, dtype): (Shape, DType), category: Category) -> Result<usize> {
-    shape.num_bytes(dtype).ok_or(DeviceError::Unaddressable { shape, dtype, category })
-}
-
 impl Tensor {
     pub(crate) fn allocate(
         arena: &Arc<Arena>,
@@ -86,7 +81,6 @@ impl Tensor {
         dtype: DType,
         category: Category,
     ) -> Result<Self> {
-        num_bytes((shape, dtype), category)?;
         let block = arena.allocate((shape, dtype), category)?;
         Ok(Tensor { memory: Memory::Exchange(Arc::new(ExchangeMemory::new(block))), shape, dtype })
     }
@@ -174,7 +168,7 @@ impl Tensor {
     /// If there is not enough memory.
     pub fn restore(&mut self) -> Result<()> {
         let Memory::Block(block) = &mut self.memory else { return Ok(()) };
-        match block.reallocate() {
+        match block.reallocate((self.shape, self.dtype)) {
             Err(DeviceError::OverBudget(error)) => {
                 let memory = block.arena().allocate_overflow(block.len(), block.category()).ok_or(error)?;
                 self.memory = Memory::Lent(LentGuard(Some(memory)));

@@ -10,6 +10,9 @@ const EXTENDED_DURATION: Duration = Duration::from_secs(1);
 /// Maximum number of runs; more do not change the median.
 const NUM_RUNS_MAX: usize = 1000;
 
+/// Minimum time of a run.
+const SECONDS_MIN: f64 = 1e-9;
+
 /// Run times, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Timing {
@@ -26,29 +29,18 @@ impl Timing {
     }
 }
 
-/// Times repeated calls of `run` for about `duration`, after one untimed call. `run` may set its argument to a later start of the timed
-/// part.
-pub(crate) fn time_runs<E>(
-    duration: Duration,
-    mut run: impl FnMut(&mut Instant) -> Result<(), E>,
-) -> Result<Timing, E> {
-    seconds_of(&mut run)?;
+/// Repeats `run`, which returns the seconds that it took, for about `duration`, after one run that is not counted.
+pub(crate) fn time_runs<E>(duration: Duration, mut run: impl FnMut() -> Result<f64, E>) -> Result<Timing, E> {
+    run()?;
     let began = Instant::now();
     let mut seconds = Vec::with_capacity(NUM_RUNS_MAX);
     loop {
-        seconds.push(seconds_of(&mut run)?);
+        // The time between two readings of a coarse clock may be 0. The minimum keeps throughputs finite.
+        seconds.push(run()?.max(SECONDS_MIN));
         let duration = if seconds.len() < NUM_RUNS_MIN { duration.max(EXTENDED_DURATION) } else { duration };
         if began.elapsed() >= duration || seconds.len() == NUM_RUNS_MAX {
             break;
         }
     }
     Ok(Timing::of(seconds))
-}
-
-/// Returns the seconds from the instant that `run` stores in its argument (by default, the call) to its return.
-fn seconds_of<E>(run: &mut impl FnMut(&mut Instant) -> Result<(), E>) -> Result<f64, E> {
-    let mut start = Instant::now();
-    run(&mut start)?;
-    // The time between two readings of a coarse clock may be 0. The minimum keeps throughputs finite.
-    Ok(start.elapsed().max(Duration::from_nanos(1)).as_secs_f64())
 }

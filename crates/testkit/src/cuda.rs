@@ -5,7 +5,19 @@ use std::sync::OnceLock;
 use std::time::UNIX_EPOCH;
 use trireme_tensor::{BackendKind, CudaFolders, CudaInstallation, CudaOptions};
 
-/// Returns a GPU that runs kernels on the host (see `trireme_fake_cuda`). `None` on a machine without a C++ compiler.
+/// Environment variable: with the value 1, tests run on the machine's first GPU instead of a stand-in.
+const REAL_GPU_VARIABLE: &str = "TRIREME_TEST_GPU";
+
+/// Returns the GPU that suites run on: a [stand-in](fake_gpu), or the machine's first GPU if `TRIREME_TEST_GPU` is 1.
+pub fn test_gpu() -> Option<BackendKind> {
+    if uses_real_gpu() { Some(BackendKind::Cuda(CudaOptions::default())) } else { fake_gpu() }
+}
+
+fn uses_real_gpu() -> bool {
+    std::env::var_os(REAL_GPU_VARIABLE).is_some_and(|value| value == "1")
+}
+
+/// Returns a GPU that runs kernels on the host (see `trireme_fake_cuda`). `None` without a [folder](fake_cuda_folder).
 pub fn fake_gpu() -> Option<BackendKind> {
     fake_cuda_folder().map(|folder| {
         let cache = folder.join("trireme").join("cuda");
@@ -16,8 +28,11 @@ pub fn fake_gpu() -> Option<BackendKind> {
 }
 
 /// Returns a folder with stand-ins for CUDA's libraries, which also serves as `XDG_CACHE_HOME` for the kernels that they have compiled.
-/// `None` on a machine without a C++ compiler.
+/// `None` on a machine without a C++ compiler, and if tests run on a real GPU.
 pub fn fake_cuda_folder() -> Option<&'static Path> {
+    if uses_real_gpu() {
+        return None;
+    }
     static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
     let install = || {
         let compiler = Command::new("c++").arg("--version").output();

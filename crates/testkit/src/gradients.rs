@@ -1,6 +1,6 @@
 //! Checks operations and their gradients against a reference in f64.
 
-use crate::{TracedDevice, fake_gpu};
+use crate::{TracedDevice, test_gpu};
 use std::sync::Arc;
 use trireme_base::{DType, RandomKey};
 use trireme_tensor::tape::{Recorder, Recording, Scale};
@@ -175,7 +175,7 @@ impl GradientCheck<'_> {
         let found = self.same_outputs(plain, &variants).expect("a processor runs Rust functions");
         let expected = self.expected(found.is_loss);
         self.compare(&found, &expected, plain);
-        let Some(backend) = fake_gpu() else { return };
+        let Some(backend) = test_gpu() else { return };
         let plain = RunVariant { backend, ..plain };
         let variants = [RunVariant { splits_backward: true, overwrites_inputs: true, ..plain }];
         if let Some(found) = self.same_outputs(plain, &variants) {

@@ -18,7 +18,7 @@ pub use allocations::CountingAllocator;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 pub use amx_emulator::emulate_amx;
 pub use classifier::{build_classifier, classifier_batch, classifier_sample, classifier_specs};
-pub use cuda::{fake_cuda_folder, fake_gpu};
+pub use cuda::{fake_cuda_folder, fake_gpu, test_gpu};
 pub use gradients::{ApplyOperations, GradientCheck, Input, Reference};
 pub use skipping::or_skip;
 pub use traced::TracedDevice;

@@ -54,14 +54,19 @@ pub fn local_gpus(config: &Config, num_workers: usize) -> Result<Vec<LocalGpu>, 
 /// Returns the GPU of the worker `local_rank` of this host; `None` if workers do not compute on GPUs.
 ///
 /// # Errors
-/// If CUDA cannot be used on this host, or if the worker has no GPU.
+/// As [`gpu_of_worker`].
 pub(crate) fn local_gpu(config: &Config, local_rank: usize) -> Result<Option<LocalGpu>, CudaError> {
-    if config.training().device != DeviceName::Cuda {
-        return Ok(None);
-    }
+    (config.training().device == DeviceName::Cuda).then(|| gpu_of_worker(local_rank)).transpose()
+}
+
+/// Returns the GPU of the worker `local_rank` of this host.
+///
+/// # Errors
+/// If CUDA cannot be used on this host, or if the worker has no GPU.
+pub fn gpu_of_worker(local_rank: usize) -> Result<LocalGpu, CudaError> {
     let cuda = CudaInstallation::from_environment()?;
     let ordinal = gpu_ordinal(cuda, local_rank)?;
-    Ok(Some(LocalGpu { ordinal, gpu: cuda.gpu(ordinal)?, libraries: cuda.libraries() }))
+    Ok(LocalGpu { ordinal, gpu: cuda.gpu(ordinal)?, libraries: cuda.libraries() })
 }
 
 /// Returns the number of the GPU of a worker among those that are visible to its process. The only one belongs to all workers: a launcher
@@ -87,6 +92,15 @@ pub(crate) fn open_device(
         cuda.ordinal = gpu_ordinal(installation, local_rank).map_err(DeviceError::from)?;
     }
     Ok(Device::open(options)?)
+}
+
+/// Returns an error if a device is a GPU with less memory left than the `needed` bytes of its steps. The groups must have joined, so that
+/// NCCL has allocated its buffers.
+pub(crate) fn check_gpu_memory(device: &Device, needed: usize) -> Result<(), TrainError> {
+    match device.gpu_memory()? {
+        Some(memory) if needed > memory.available() => Err(TrainError::GpuMemory { needed, memory }),
+        _ => Ok(()),
+    }
 }
 
 /// Lets activations spill to files if loads of experts are uneven, and if the config and the device allow it. Activations leave `reserved`

@@ -11,7 +11,7 @@ use trireme_data::DataError;
 use trireme_model::ModelError;
 use trireme_parallel::ParallelError;
 use trireme_schedule::pipeline::{GenerateError, ScheduleKind};
-use trireme_tensor::{DeviceError, OverBudget};
+use trireme_tensor::{DeviceError, GpuMemory, OverBudget};
 
 /// A failure to start, continue or end a run.
 #[derive(Debug, thiserror::Error)]
@@ -121,6 +121,13 @@ pub enum TrainError {
         "[comm] nccl is \"always\", but GPUs cannot exchange data by NCCL: {reason}; fix that, or set nccl = \"auto\" to exchange data through host memory"
     )]
     NoNccl { reason: String },
+    /// A step needs more memory of a GPU than CUDA, NCCL and other programs leave.
+    #[error(
+        "a step needs {} of a GPU's memory, but {} of its {} are left: CUDA, NCCL and other programs use {}; use a smaller batch or \
+         shorter sequences, shard state over more GPUs, or end other programs on the GPU",
+        Bytes(*needed as u64), Bytes(memory.available() as u64), Bytes(memory.total as u64), Bytes(memory.others() as u64)
+    )]
+    GpuMemory { needed: usize, memory: GpuMemory },
     /// The first checkpoints would fill the disk.
     #[error(
         "there is no room for two checkpoints in {}: they need {} more, and {} are free; free some, or choose another [run] folder",

@@ -54,7 +54,7 @@ pub use corpus::{
 };
 pub use corpus_samples::{CorpusSamples, SampleView};
 pub use dataset::{Dataset, Sample};
-pub use device::{LocalGpu, device_options, local_gpus, local_threads, share_of_cores};
+pub use device::{LocalGpu, device_options, gpu_of_worker, local_gpus, local_threads, share_of_cores};
 pub use error::TrainError;
 pub use evaluation::{Evaluation, Evaluator};
 pub use executor::{executor_options, new_executor};
@@ -63,6 +63,7 @@ pub use generation::{FinishReason, GenerationSettings, generate_text};
 pub use language::{LanguageTask, SequenceFormat};
 pub use model_config::model_config;
 pub use model_profile::positions_of_batch;
+pub use nccl::{connect_gpus, staging_notice};
 pub use observer::{NullObserver, Observer, RunInfo};
 pub use optimizer::optimizer_options;
 pub use preflight::preflight;

@@ -1,10 +1,9 @@
 //! Whether GPUs of the ranks exchange data by NCCL.
 
 use crate::all_gather_json::all_gather_json;
-use crate::config::{Config, NcclUse};
+use crate::config::NcclUse;
 use crate::device::LocalGpu;
 use crate::error::TrainError;
-use crate::observer::Observer;
 use serde::{Deserialize, Serialize};
 use trireme_base::Rank;
 use trireme_comm::Group;
@@ -19,25 +18,27 @@ struct NcclSupport {
     nccl: Result<i32, String>,
 }
 
-/// Sets NCCL as the device transport of the group if the config allows it and all GPUs can use it. Notifies the user if they cannot.
-/// Collective.
-pub(crate) fn connect_gpus(
-    config: &Config,
+/// Sets NCCL as the device transport of the group if `nccl_use` allows it and all GPUs can use it. `must_encrypt` says that data between
+/// hosts must be encrypted. Returns why the GPUs do not use NCCL although they might; `None` if they do, or must not. Collective.
+///
+/// # Errors
+/// If the GPUs must use NCCL but cannot, or if a rank fails.
+pub fn connect_gpus(
     group: &Group,
     device: &Device,
     gpu: &LocalGpu,
-    observer: &mut dyn Observer,
-) -> Result<(), TrainError> {
-    if config.comm().nccl == NcclUse::Never {
-        return Ok(());
+    nccl_use: NcclUse,
+    must_encrypt: bool,
+) -> Result<Option<String>, TrainError> {
+    if nccl_use == NcclUse::Never {
+        return Ok(None);
     }
     let installation = CudaInstallation::from_environment().map_err(DeviceError::from)?;
     let nccl = installation.nccl_version().map_err(ToString::to_string);
     group.set_program_line(format_args!("comparing the GPUs of the ranks"));
     let all = all_gather_json(group, &NcclSupport { gpu: gpu.gpu.pci, nccl })?;
     let hosts = group.hosts();
-    let needs_encryption = config.comm().tls_certificate.is_some() && hosts.num_hosts() > 1;
-    let obstacle = if needs_encryption {
+    let obstacle = if must_encrypt && hosts.num_hosts() > 1 {
         Some("NCCL does not encrypt data between hosts, as tls_certificate demands".to_owned())
     } else {
         obstacle_to_nccl(&all, |rank| hosts.host_of(Rank(rank)))
@@ -47,18 +48,16 @@ pub(crate) fn connect_gpus(
             if let Some(transport) = device.transport()? {
                 group.set_device_transport(transport);
             }
-            Ok(())
+            Ok(None)
         }
-        Some(reason) if config.comm().nccl == NcclUse::Always => Err(TrainError::NoNccl { reason }),
-        Some(reason) => {
-            if group.rank() == Rank::ROOT {
-                observer.notice(&format!(
-                    "GPUs exchange data through the memory of their hosts, which is slower than NCCL: {reason}"
-                ));
-            }
-            Ok(())
-        }
+        Some(reason) if nccl_use == NcclUse::Always => Err(TrainError::NoNccl { reason }),
+        reason => Ok(reason),
     }
+}
+
+/// Returns the notice that GPUs do not use NCCL.
+pub fn staging_notice(reason: &str) -> String {
+    format!("GPUs exchange data through the memory of their hosts, which is slower than NCCL: {reason}")
 }
 
 /// Returns why the ranks cannot use NCCL; `None` if they can.

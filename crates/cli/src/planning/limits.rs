@@ -15,6 +15,12 @@ pub(super) const GAP_DIVISOR: usize = 32;
 /// Bytes of a process that are not counted: its heap, its threads, kernel memory, the writer of a checkpoint.
 pub(super) const PROCESS_BYTES: usize = 16 << 20;
 
+/// Bytes of a GPU that a plan leaves for CUDA's context and the code of kernels, for each worker. A run measures the real use.
+const CONTEXT_BYTES: usize = 512 << 20;
+
+/// Bytes of a GPU that a plan leaves for the buffers of NCCL, for each worker that uses it.
+const NCCL_BYTES: usize = 256 << 20;
+
 pub(super) fn launcher_bytes(workers: Workers<'_>) -> usize {
     if workers.local_world_size > 1 { PROCESS_BYTES } else { 0 }
 }
@@ -68,16 +74,19 @@ fn num_sharing(gpus: &[LocalGpu], worker: usize) -> usize {
     gpus.iter().filter(|other| other.ordinal == gpus[worker].ordinal).count()
 }
 
-/// Returns the memory that the GPU of a worker has for a step: a part of it if workers of the host [share](num_sharing) it. Unlimited if
-/// workers have no GPUs, or if this machine is not the one that trains; 0 if there are fewer GPUs than workers.
+/// Returns the memory that the GPU of a worker has for a step, without the memory that is left for CUDA and NCCL: a part of it if workers
+/// of the host [share](num_sharing) it. Unlimited if workers have no GPUs, or if this machine is not the one that trains; 0 if there are fewer
+/// GPUs than workers.
 fn gpu_bytes(config: &Config, workers: Workers<'_>) -> usize {
     let gpus = match local_gpus(config, workers.local_world_size) {
         Ok(gpus) => gpus,
         Err(CudaError::NoSuchGpu { .. }) => return 0,
         Err(_) => Vec::new(),
     };
+    let libraries = CONTEXT_BYTES + if uses_nccl(config, workers) { NCCL_BYTES } else { 0 };
     let counted = |worker: usize| {
-        gpus[worker].gpu.memory_bytes / num_sharing(&gpus, worker) / (GAP_DIVISOR + 1) * GAP_DIVISOR
+        let share = gpus[worker].gpu.memory_bytes / num_sharing(&gpus, worker);
+        share.saturating_sub(libraries) / (GAP_DIVISOR + 1) * GAP_DIVISOR
     };
     (0..gpus.len()).map(counted).min().unwrap_or(usize::MAX)
 }

@@ -2,6 +2,8 @@
 
 use crate::common::{Fixture, Running, assert_contains};
 use crate::layouts::{MODELS, assert_predicted, layout_arguments, model_config, relative_difference};
+use crate::measuring::LLAMA;
+use std::collections::BTreeSet;
 use std::process::Command;
 use trireme_testkit::{fake_cuda_folder, install_fake_cuda};
 
@@ -28,10 +30,10 @@ fn a_gpu_that_cannot_be_used_is_refused_in_one_message() {
         command.env(variable, value);
         assert_contains(&Running::start(command).end().refused(), &[expected]);
     }
-    // Workers that this command starts share the only GPU.
+    // Workers that this command starts share the only GPU, where each leaves 512 MiB to CUDA.
     let with_memory = |arguments: &str| {
         let mut command = with_cuda(&fixture, arguments)?;
-        command.env("FAKE_CUDA_MEMORY", "1");
+        command.env("FAKE_CUDA_MEMORY", "1025");
         Some(command)
     };
     let Some(two) = with_memory(&DRY_RUN.replace("--workers 1", "--workers 2")) else { return };
@@ -168,6 +170,21 @@ fn a_run_of_the_cpu_continues_on_a_gpu() {
     assert_close(&fixture.losses("gpu"), &expected[2..], F32_TOLERANCE, "resumed");
 }
 
+#[test]
+fn a_gpu_that_other_programs_have_filled_is_refused_before_the_first_step() {
+    let fixture = Fixture::with_corpus();
+    let Some(mut command) = gpu_run(&fixture, "1", "--workers 1") else { return };
+    command.env("FAKE_CUDA_MEMORY", "1024").env("FAKE_CUDA_OTHERS", "1024");
+    let error = Running::start(command).end().refused();
+    assert_contains(&error, &["out of memory: the GPU has no ", " left for communication"]);
+    // The state fits, but not the activations of a step.
+    let mut command = gpu_run(&fixture, "1", "--workers 1 --set model.hidden_size=128").unwrap();
+    command.env("FAKE_CUDA_MEMORY", "1024").env("FAKE_CUDA_OTHERS", "1020");
+    let error = Running::start(command).end().refused();
+    let expected = ["a step needs ", "are left: CUDA, NCCL and other programs use 1020.00MiB"];
+    assert_contains(&error, &expected);
+}
+
 /// Workers on GPUs that round differently would diverge.
 #[test]
 fn gpus_that_differ_are_refused() {
@@ -293,4 +310,78 @@ fn a_rank_that_stops_in_an_operation_of_nccl_ends_the_run() {
     let outcome = Running::start(command).end();
     assert_eq!(outcome.code, Some(1), "{outcome:?}");
     assert_contains(&outcome.stderr, &["made no progress for 2s", "     1  stopped", ", line "]);
+}
+
+#[test]
+fn steps_and_kernels_of_gpus_are_timed() {
+    let fixture = Fixture::new();
+    fixture.write("config.json", LLAMA);
+    let run = |arguments: &str| {
+        let mut command = with_cuda(&fixture, arguments)?;
+        command.env("FAKE_CUDA_GPUS", "2");
+        Some(serde_json::from_str(&Running::start(command).end().succeeded()).unwrap())
+    };
+    let step = "bench step --model . --batch 1 --seq 8 --threads 1 --steps 2 --warmup 0 --json";
+    for workers in ["--workers 1", "--workers 2"] {
+        let device = |device: &str| run(&format!("{step} {workers} --device {device}"));
+        let Some(on_gpus): Option<serde_json::Value> = device("cuda") else { return };
+        let on_cpus = device("cpu").unwrap();
+        assert_eq!((&on_gpus["device"], &on_cpus["device"]), (&"cuda".into(), &"cpu".into()));
+        let [found, expected] = [on_gpus, on_cpus].map(|step| step["final_loss"].as_f64().unwrap());
+        let difference = relative_difference(found.to_bits(), expected.to_bits());
+        assert!(difference < F32_TOLERANCE, "{workers}: {found} {expected}");
+    }
+    let kernels = "bench kernels --model . --batch 1 --seq 8 --seconds 0 --device cuda --dtype bf16 --json";
+    let report = run(&format!("{kernels} --only matmul")).unwrap();
+    assert_eq!(report["gpu"], "Fake GPU");
+    let step = &report["steps"][0];
+    assert_eq!(step["product_unit"], "cuBLASLt in bf16");
+    let kernels = step["kernels"].as_array().unwrap();
+    assert!(!kernels.is_empty() && kernels.iter().all(|kernel| kernel["name"] == "matmul"), "{report}");
+}
+
+#[test]
+fn collectives_of_gpus_are_timed() {
+    let fixture = Fixture::new();
+    let ops = "all_reduce,all_gather,reduce_scatter,all_to_all,all_to_all_variable,broadcast,reduce,gather,scatter,send,barrier";
+    let sizes = "--min-bytes 64 --max-bytes 4096 --factor 64 --iters 2 --warmup 1";
+    for order in ["--any-order", "--dtype bf16"] {
+        let bench = format!("bench collectives --workers 3 --memory gpu --ops {ops} {sizes} {order} --json");
+        let Some(mut command) = with_cuda(&fixture, &bench) else { return };
+        command.env("FAKE_CUDA_GPUS", "3");
+        let lines = Running::start(command).end().succeeded();
+        assert_eq!(lines.lines().count(), 10 * 2 + 1, "{lines}");
+        assert!(lines.lines().all(|line| line.contains(r#""transport":"nccl""#)), "{lines}");
+    }
+    let Some(shared) = with_cuda(&fixture, "bench collectives --memory gpu") else { return };
+    assert_contains(
+        &Running::start(shared).end().refused(),
+        &["--memory gpu needs NCCL between the GPUs", "share a GPU"],
+    );
+}
+
+#[test]
+fn traces_have_the_times_of_kernels() {
+    let fixture = Fixture::with_corpus();
+    let traced = "--workers 1 --set metrics.trace_interval=1 --set training.steps=2";
+    let Some(command) = gpu_run(&fixture, "1", traced) else { return };
+    Running::start(command).end().succeeded();
+    let trace = std::fs::read_to_string(fixture.path("runs/tiny/trace.json")).unwrap();
+    let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let named = |event: &&serde_json::Value| event["args"]["name"] == "kernels on the GPU";
+    let thread = &events.iter().find(named).expect("there is a thread of kernels")["tid"];
+    // The stand-in's clock counts matmuls alone.
+    let of_kernels: Vec<_> = events.iter().filter(|event| event["cat"] == "kernels").collect();
+    assert!(!of_kernels.is_empty() && of_kernels.iter().all(|event| event["tid"] == *thread));
+    let is_action = |event: &&serde_json::Value| event["args"].get("issued").is_some();
+    let is_other = |event: &serde_json::Value| event["cat"] == "kernels" || event["cat"] == "waiting";
+    let mut actions = BTreeSet::new();
+    for event in events.iter().filter(is_action).filter(|event| !is_other(event)) {
+        let [began, ended] = [0, 1].map(|index| event["args"]["kernels"][index].as_f64().unwrap());
+        assert!(event["args"]["issued"].as_f64().unwrap() <= began && began <= ended, "{event}");
+        actions.insert(event["name"].as_str().unwrap().split(' ').next().unwrap());
+    }
+    assert!(actions.is_superset(&["F", "B", "STEP"].into()), "{actions:?}");
+    fixture.run("report trace runs/tiny").succeeded();
 }

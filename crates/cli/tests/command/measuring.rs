@@ -3,7 +3,7 @@
 use crate::common::{Fixture, Outcome, Running, assert_contains, free_port};
 use serde_json::Value;
 
-const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24,
+pub(crate) const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24,
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}"#;
 
 const MIXTRAL: &str = r#"{"model_type": "mixtral", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,

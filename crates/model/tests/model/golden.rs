@@ -14,7 +14,7 @@ use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterClass, ParameterInfo,
     ParameterSpan, ParameterTable, Parameters, PassState, Precision, Tape, Tensor,
 };
-use trireme_testkit::fake_gpu;
+use trireme_testkit::test_gpu;
 
 const LOGITS_TOLERANCE: f64 = 1e-4;
 const LOSS_TOLERANCE: f64 = 1e-5;
@@ -216,7 +216,7 @@ fn cpu(num_threads: usize) -> Device {
 /// Returns each reference with the CPU, and with a GPU if there is one.
 fn folders_and_devices() -> impl Iterator<Item = (PathBuf, Device)> {
     folders().into_iter().flat_map(|folder| {
-        let gpu = fake_gpu().map(|backend| {
+        let gpu = test_gpu().map(|backend| {
             Device::open(DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() }).unwrap()
         });
         [Some(cpu(2)), gpu].into_iter().flatten().map(move |device| (folder.clone(), device))

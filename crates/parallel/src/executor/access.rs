@@ -1,10 +1,12 @@
 //! Accessors of [`Executor`].
 
 use super::{ActionTime, Executor};
+use crate::error::Result;
 use crate::layout::{Placements, RankGrid};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
+use std::time::Instant;
 use trireme_codec::{Compression, Compressor};
 use trireme_comm::Group;
 use trireme_model::{Model, ModelProfile};
@@ -60,6 +62,22 @@ impl Executor {
     /// because nothing counted in the loss.
     pub fn timeline(&self) -> &[ActionTime] {
         &self.timeline.actions
+    }
+
+    /// Sets whether the following steps record when the kernels of each action ran on a GPU, for
+    /// [`kernel_intervals`](Executor::kernel_intervals). Each such step first waits for pending kernels, and each action records two
+    /// events.
+    pub fn record_kernel_times(&mut self, is_enabled: bool) {
+        self.timeline.kernels.is_enabled = is_enabled;
+    }
+
+    /// Returns the times at which the kernels of each action of the last step began and ended, on the host's clock. Empty if they were
+    /// [not recorded](Executor::record_kernel_times), or if the device is not a GPU. Blocks until they have run.
+    ///
+    /// # Errors
+    /// If the device has failed.
+    pub fn kernel_intervals(&self) -> Result<Vec<[Instant; 2]>> {
+        self.timeline.kernels.intervals()
     }
 
     /// The metrics that units reported in a step of the last program: names, and means over all ranks.

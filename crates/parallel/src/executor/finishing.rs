@@ -19,7 +19,7 @@ impl Executor {
     /// All ranks make the same decision without a further message, because the sums that they check have the same bits.
     pub(super) fn finish_gradients(&mut self, plan: StepPlan) -> Result<(StepOutcome, Option<StepSettings>)> {
         let (loss, mut waiting) = self.finish_reductions()?;
-        self.timeline.start();
+        self.timeline.start(&self.device);
         let waited = waiting.waited;
         let loss_scale = self.optimization.loss_scaler.scale();
         let grad_scale = self.grad_scale();
@@ -64,7 +64,7 @@ impl Executor {
     /// Skips all steps of a program, because nothing counts in their losses. Runs neither passes nor reductions, so parameters, optimizer
     /// and compressors do not change. Ranks still exchange their [requests](Executor::requests).
     pub(super) fn skip_steps(&mut self, plans: &[StepPlan], outcomes: &mut Vec<StepOutcome>) -> Result<()> {
-        self.timeline.begin();
+        self.timeline.begin(&self.device)?;
         // The following operations belong to no line of a program.
         self.ranks.forget_line();
         let mut waiting = WaitTracker::default();

@@ -196,7 +196,7 @@ impl Executor {
         }
         self.passes.axes.choose_shadowed();
         self.device.reset_cost();
-        self.timeline.begin();
+        self.timeline.begin(&self.device)?;
         let pipeline = self.ranks.pipeline();
         let pipeline_rank = (pipeline.world_size() > 1).then(|| pipeline.rank().0);
         let mut finished = None;
@@ -208,7 +208,7 @@ impl Executor {
             self.run_action(action, plans, &mut finished)
                 .map_err(|error| error.at(format_args!("step {step}, line {line} ({})", action.words())))?;
             self.note_waits(action);
-            self.timeline.end(self.device.cost().product_operations);
+            self.timeline.end(&self.device, self.device.cost().product_operations);
             on_action_end(index);
         }
         self.ranks.forget_line();
@@ -240,7 +240,7 @@ impl Executor {
         self.await_parameters(action)?;
         self.await_state(action)?;
         self.await_messages(action)?;
-        self.timeline.start();
+        self.timeline.start(&self.device);
         match action {
             Action::Forward { unit, microbatch, keep } => self.forward(unit, microbatch, keep)?,
             Action::Recompute { unit, microbatch } => self.recompute(unit, microbatch)?,

@@ -1,16 +1,16 @@
 //! Kernel timing within a program, on the program's own operands.
 
-use crate::kernels::OperandMut;
+use crate::device::DeviceError;
 use crate::kernels::backend::Backend;
 use crate::kernels::call::{Access, Call, Operands};
-use crate::kernels::cpu::Cpu;
+use crate::kernels::cuda::TimedEvent;
+use crate::kernels::{Operand, OperandMut};
 use crate::shape::Shape;
 use crate::timing::{Timing, time_runs};
 use std::collections::BTreeMap;
-use std::convert::Infallible;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use trireme_base::Cost;
 
 /// A timer of the kernels of a [timed device](super::Device::timed).
@@ -23,9 +23,9 @@ impl CallTimer {
     }
 
     /// Times a call if the timer is started.
-    pub(super) fn time(&self, call: &Call, cpu: &Cpu) {
+    pub(super) fn time(&self, call: &Call, backend: &dyn Backend) {
         if let Some(timings) = &mut *self.lock() {
-            timings.time(call, cpu);
+            timings.time(call, backend);
         }
     }
 
@@ -59,6 +59,25 @@ pub struct TimedCall {
     pub timing: Timing,
 }
 
+/// An instant between two kernels, on the clock of a GPU.
+#[derive(Debug)]
+pub struct GpuInstant(TimedEvent);
+
+impl GpuInstant {
+    pub(super) fn record(backend: &dyn Backend) -> Option<Self> {
+        backend.record_instant().map(GpuInstant)
+    }
+
+    /// Returns the time since `earlier`, an instant of the same device. Blocks until the kernels issued before have run.
+    ///
+    /// # Errors
+    /// If the device has failed.
+    pub fn since(&self, earlier: &GpuInstant) -> Result<Duration, DeviceError> {
+        let milliseconds = self.0.milliseconds_since(&earlier.0)?;
+        Ok(Duration::from_secs_f64((f64::from(milliseconds) / 1e3).max(0.0)))
+    }
+}
+
 struct Timings {
     duration: Duration,
     only: String,
@@ -69,7 +88,8 @@ struct Timings {
 }
 
 impl Timings {
-    fn time(&mut self, call: &Call, cpu: &Cpu) {
+    /// Times a call, unless the device has failed.
+    fn time(&mut self, call: &Call, backend: &dyn Backend) {
         let (kernel, shapes, cost) = (call.name(), shapes_of(call), call.cost());
         if !format!("{kernel} {shapes}").contains(&self.only) {
             return;
@@ -79,25 +99,28 @@ impl Timings {
             known.num_calls += 1;
             return;
         }
-        let mut before: Vec<(OperandMut, Vec<u8>)> = Vec::new();
+        let mut written: Vec<Operand> = Vec::new();
         call.for_each_operand(&mut |operand, access| {
             if access == Access::Write {
-                before.push((OperandMut::new(*operand), operand.bytes(cpu).to_vec()));
+                written.push(*operand);
             }
         });
-        let mut restore =
-            || before.iter_mut().for_each(|(operand, bytes)| operand.bytes(cpu).copy_from_slice(bytes));
+        let saved = |operand: Operand| {
+            let mut bytes = vec![0; operand.num_bytes()];
+            backend.download(operand, &mut bytes).map(|()| (operand, bytes))
+        };
+        let Ok(before) = written.into_iter().map(saved).collect::<Result<Vec<_>, _>>() else { return };
+        let restore =
+            || before.iter().for_each(|(operand, bytes)| backend.upload(bytes, OperandMut::new(*operand)));
         let reads_what_it_writes = cost.traffic.updated > 0;
-        let Ok(timing) = time_runs(self.duration, |start| {
+        let timing = time_runs(self.duration, || {
             if reads_what_it_writes {
                 restore();
             }
-            let call = call.clone();
-            *start = Instant::now();
-            cpu.run(call);
-            Ok::<_, Infallible>(())
+            backend.time(&mut || backend.run(call.clone()))
         });
         restore();
+        let Ok(timing) = timing else { return };
         let timed = TimedCall { kernel, shapes, cost, num_calls: 1, timing };
         (self.report)(&timed);
         self.calls.push(timed);

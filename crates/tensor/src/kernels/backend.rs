@@ -23,6 +23,7 @@
 use super::call::Call;
 use super::cpu::Cpu;
 use super::cpu::arena::Arena;
+use super::cuda::TimedEvent;
 use super::host_pinning::HostPinning;
 use super::{Operand, OperandMut};
 use crate::device::DeviceError;
@@ -30,6 +31,7 @@ use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 use trireme_base::{DeviceTransport, Event, HostMemory, Pending};
 
 /// A queue of jobs of a device. Jobs run in order; jobs of different streams run in any order that events allow.
@@ -84,8 +86,30 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
     /// Returns an event that completes when the kernels issued so far have run.
     fn record(&self) -> Event;
 
+    /// Returns the seconds that the hardware takes for the kernels that `issue` issues, without the time of earlier ones. Blocks until they
+    /// have run. If the device has failed, returns the cause.
+    fn time(&self, issue: &mut dyn FnMut()) -> Result<f64, String> {
+        self.record().outcome()?;
+        let start = Instant::now();
+        issue();
+        self.record().outcome()?;
+        Ok(start.elapsed().as_secs_f64())
+    }
+
+    /// Records the instant at which the kernels issued so far have run, on the clock of a GPU. `None` on other hardware, and if the device
+    /// has failed.
+    fn record_instant(&self) -> Option<TimedEvent> {
+        None
+    }
+
     /// Makes kernels issued from now on wait for an event. `caller` is the code that waits.
     fn wait_for(&self, event: &Event, caller: &'static Location<'static>);
+
+    /// Returns the bytes of the hardware's memory that no program uses, and all of its bytes; `None` if it has no memory of its own. If the
+    /// device has failed, returns the cause.
+    fn free_and_total_bytes(&self) -> Result<Option<(usize, usize)>, String> {
+        Ok(None)
+    }
 
     /// Returns the pinning of host memory that copies use, if the hardware copies pinned memory faster.
     fn host_pinning(&self) -> Option<Box<dyn HostPinning>> {

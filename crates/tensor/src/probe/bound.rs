@@ -27,10 +27,19 @@ trireme_base::named! {
 }
 
 impl Probe {
-    /// Measures the peaks that bound kernels of a precision on this device.
-    pub fn peaks(&self, precision: Precision) -> Peaks {
-        let peak = |precision| self.peak(ExecutionUnit::of(self.device.simd_level(), precision));
-        Peaks { matmul: peak(precision), arithmetic: peak(Precision::F32) }
+    /// Measures the peaks that bound kernels of a precision on this device: of execution units on a CPU, of large matmuls on a GPU.
+    ///
+    /// # Errors
+    /// If the device has failed, or does not have enough memory.
+    pub fn peaks(&self, precision: Precision) -> Result<Peaks> {
+        let peak = |precision| {
+            if self.device.is_gpu() {
+                self.matmul_peak(precision)
+            } else {
+                Ok(self.peak(ExecutionUnit::of(self.device.simd_level(), precision)))
+            }
+        };
+        Ok(Peaks { matmul: peak(precision)?, arithmetic: peak(Precision::F32)? })
     }
 
     /// Returns a lower bound on the seconds that a kernel takes, and the resource that causes it: the maximum of the time of its operations

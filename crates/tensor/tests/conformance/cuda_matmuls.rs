@@ -1,14 +1,19 @@
-//! How matmuls run on a GPU: their algorithms, and TF32.
+//! How matmuls run on a GPU: their algorithms, TF32, and their times.
 
 use super::{empty, random, shaped};
+use std::time::Duration;
 use trireme_base::DType;
+use trireme_tensor::probe::Probe;
 use trireme_tensor::{
     BackendKind, CudaOptions, Device, DeviceOptions, MatmulEpilogue, Precision, Transposition,
 };
 use trireme_testkit::{TracedDevice, fake_cuda_folder, fake_gpu};
 
-/// Opens a GPU with these options; `None` on a machine that has no stand-in.
-pub(crate) fn gpu(change: impl FnOnce(&mut CudaOptions)) -> Option<TracedDevice> {
+/// A time that ends every measurement after its minimum of runs.
+const NO_TIME: Duration = Duration::ZERO;
+
+/// Opens a stand-in for a GPU with these options; `None` on a machine that has no stand-in.
+fn gpu(change: impl FnOnce(&mut CudaOptions)) -> Option<TracedDevice> {
     let Some(BackendKind::Cuda(mut cuda)) = fake_gpu() else { return None };
     change(&mut cuda);
     let options =
@@ -68,4 +73,24 @@ fn the_fastest_algorithm_is_measured_once_and_kept() {
     ] {
         assert_eq!(run(Some(&damaged)), [&*damaged, &lines[0]]);
     }
+}
+
+/// A timed kernel runs several times, and leaves what one run leaves.
+#[test]
+fn matmuls_are_timed_and_bounded() {
+    let Some(backend) = fake_gpu() else { return };
+    let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
+    let (device, timer) = Device::timed(options).unwrap();
+    let expected = product(&device, [1, 1, 1], &[2.0], &[3.0]);
+    timer.start(NO_TIME, "matmul", |_| ());
+    assert_eq!(product(&device, [1, 1, 1], &[2.0], &[3.0]), expected);
+    let timed = timer.finish();
+    assert_eq!(timed.len(), 1);
+    // On the stand-in's clock.
+    assert_eq!(timed[0].timing.median, 3e-3);
+    let probe = Probe::new(&device, NO_TIME);
+    let peaks = probe.peaks(Precision::Bf16).unwrap();
+    assert_eq!(peaks.matmul, 2.0 * 256.0_f64.powi(3) / 3e-3);
+    let (bound, _) = probe.bound(peaks, &timed[0].cost).unwrap();
+    assert!(bound > 0.0 && bound.is_finite(), "{bound}");
 }

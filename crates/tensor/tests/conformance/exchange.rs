@@ -1,9 +1,9 @@
 //! Steps of exchanges that run on one GPU: reductions in canonical order, and quotients.
 
-use super::FLOATS;
-use super::cuda_matmuls::gpu;
+use super::{FLOATS, gpu_options};
 use trireme_base::{Bf16, DType, DeviceSpan, DeviceStep, F16, Rank, ReduceOp};
 use trireme_tensor::{Category, Device, Tensor};
+use trireme_testkit::TracedDevice;
 
 /// Values that are exact in all dtypes, whose sums and products are not, and special values.
 const VALUES: [f32; 10] = [1.0, -0.0, 0.0, 1.0078125, 3.0, -2.5, 257.0, f32::INFINITY, f32::NAN, 65_280.0];
@@ -41,7 +41,8 @@ fn run(device: &Device, steps: Vec<DeviceStep>) {
 
 #[test]
 fn vectors_are_combined_and_divided_as_on_the_cpu() {
-    let Some(device) = gpu(|_| ()) else { return };
+    let Some(options) = gpu_options() else { return };
+    let device = TracedDevice::open(options).unwrap();
     let pairs: Vec<(f32, f32)> =
         VALUES.iter().flat_map(|&left| VALUES.iter().map(move |&right| (left, right))).collect();
     for dtype in FLOATS {

@@ -40,7 +40,7 @@ fn processor_options() -> Vec<DeviceOptions> {
 
 /// Returns options for a GPU, if there is one.
 fn gpu_options() -> Option<DeviceOptions> {
-    trireme_testkit::fake_gpu().map(|backend| DeviceOptions {
+    trireme_testkit::test_gpu().map(|backend| DeviceOptions {
         num_threads: 1,
         backend,
         ..DeviceOptions::default()

@@ -13,7 +13,7 @@ use trireme_tensor::{
     Fp8Recipe, Fp8State, GradSink, GradTarget, Initial, Parameter, ParameterInfo, ParameterSpan,
     ParameterTable, Parameters, PassState, Precision, Tape,
 };
-use trireme_testkit::{TracedDevice, fake_gpu};
+use trireme_testkit::{TracedDevice, test_gpu};
 
 /// Gradients, and which of them are partial sums.
 struct Grads {
@@ -217,7 +217,7 @@ fn bounds(precision: Precision) -> (f64, f32) {
 #[test]
 fn sharded_layers_match_one_rank() {
     for backend in
-        [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())].into_iter().chain(fake_gpu())
+        [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())].into_iter().chain(test_gpu())
     {
         for precision in [Precision::F32, Precision::Bf16] {
             let (of_loss, of_grads) = bounds(precision);

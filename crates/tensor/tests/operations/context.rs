@@ -12,7 +12,7 @@ use trireme_tensor::{
     AttentionRule, BackendKind, Category, DetachedOptions, Device, DeviceOptions, Parameters, PassState,
     Precision, Shape, Tape, Tensor,
 };
-use trireme_testkit::{TracedDevice, fake_gpu};
+use trireme_testkit::{TracedDevice, test_gpu};
 
 const BATCH: usize = 2;
 const LEN: usize = 24;
@@ -183,7 +183,7 @@ fn context_parallel_attention_matches_one_rank() {
         Case { is_separate: true, num_keys: Some(20), has_documents: true, ..plain },
     ];
     for backend in
-        [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())].into_iter().chain(fake_gpu())
+        [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())].into_iter().chain(test_gpu())
     {
         for case in cases {
             let expected = run_ranks(backend, case, 1, 1);

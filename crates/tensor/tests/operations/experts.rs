@@ -13,7 +13,7 @@ use trireme_tensor::{
     Initial, LatentHeadShape, Parameter, ParameterSpan, ParameterTable, Parameters, Precision, RoutingRule,
     Tape, Tensor, Var,
 };
-use trireme_testkit::{GradientCheck, Input, Reference, TracedDevice, fake_gpu};
+use trireme_testkit::{GradientCheck, Input, Reference, TracedDevice, test_gpu};
 
 #[test]
 fn routers() {
@@ -379,7 +379,7 @@ fn heads_of_latent_attention() {
 #[test]
 fn padding_does_not_count_in_statistics_of_routers() {
     for backend in
-        [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())].into_iter().chain(fake_gpu())
+        [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())].into_iter().chain(test_gpu())
     {
         let options = DeviceOptions { num_threads: 2, backend, ..DeviceOptions::default() };
         padding_does_not_count(&TracedDevice::open(options).unwrap());

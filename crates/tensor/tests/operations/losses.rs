@@ -10,7 +10,7 @@ use trireme_tensor::tape::{
 use trireme_tensor::{
     BackendKind, Category, DetachedOptions, Device, DeviceOptions, Parameters, Precision, Tape, Tensor,
 };
-use trireme_testkit::{GradientCheck, Input, TracedDevice, fake_gpu};
+use trireme_testkit::{GradientCheck, Input, TracedDevice, test_gpu};
 
 #[test]
 fn losses_of_classes() {
@@ -84,7 +84,7 @@ fn a_metric_is_reported_and_changes_no_gradient() {
         [[1.0, 3.0, 2.0], [2.0, 2.0, 1.0], [2.0, 2.0, 1.0], [f32::NAN, 1.0, 0.0], [0.0, 1.0, f32::NAN]];
     let classes = [1, 0, 1, 0, 1_u32];
     for backend in
-        [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())].into_iter().chain(fake_gpu())
+        [BackendKind::Cpu, BackendKind::Detached(DetachedOptions::default())].into_iter().chain(test_gpu())
     {
         let device =
             TracedDevice::open(DeviceOptions { num_threads: 2, backend, ..DeviceOptions::default() })

@@ -1,6 +1,6 @@
 //! `trace.json` in Chrome's trace format (Google, "Trace Event Format", the JSON object form), with a process for each rank and a thread
-//! for each stream. An event is named by the text of its action, such as `F 1 0`. `otherData` has the header of each rank's program, and
-//! the duration of each step.
+//! for each stream, and one for kernels on a GPU. An event is named by the text of its action, such as `F 1 0`. `otherData` has the header
+//! of each rank's program, and the duration of each step.
 
 use super::{RankPlace, RankTimeline, TRACE_FILE, TracedAction, TracedStep};
 use crate::error::TrainError;
@@ -13,7 +13,7 @@ use trireme_base::{read_at_most, replace_file};
 use trireme_schedule::{Action, ProgramHeader, Stream};
 
 /// The version of the format that is written and read.
-const FORMAT: u32 = 3;
+const FORMAT: u32 = 4;
 const FILE_BYTES_MAX: u64 = 256 << 20;
 /// Maximum number of steps. No run writes as many.
 const STEPS_MAX: usize = 64;
@@ -27,6 +27,8 @@ const MICROSECONDS_MAX: f64 = 3.2e13;
 const STEP_NANOSECONDS_MAX: u64 = 86_400_000_000_000;
 /// Category of events that are not actions, but the wait before an action.
 const WAITING: &str = "waiting";
+/// Category of events for the kernels of an action on a GPU.
+const KERNELS: &str = "kernels";
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -93,6 +95,9 @@ struct Arguments<'a> {
     /// Floating-point operations of the action's matrix products.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     product_flops: Option<u64>,
+    /// The times in microseconds at which the action's kernels began and ended on a GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    kernels: Option<[f64; 2]>,
 }
 
 const STREAMS: [(Stream, &str); 4] = [
@@ -101,6 +106,9 @@ const STREAMS: [(Stream, &str); 4] = [
     (Stream::Pipeline, "pipeline"),
     (Stream::Offload, "offload"),
 ];
+
+/// The thread of kernels on a GPU.
+const KERNEL_THREAD: usize = STREAMS.len();
 
 /// Writes steps to a file. An earlier file stays complete until it is replaced.
 pub(super) fn write(path: &Path, steps: &[TracedStep]) -> io::Result<()> {
@@ -124,12 +132,15 @@ fn document(steps: &[TracedStep]) -> Document<'static> {
     };
     let origin = steps.first().map_or(0, |step| step.began);
     let mut events = Vec::new();
-    for RankTimeline { place, .. } in ranks {
+    for RankTimeline { place, actions, .. } in ranks {
         let RankPlace { rank, pipeline_rank, data_rank, .. } = place;
         let name = format!("rank {rank} (pipeline {pipeline_rank}, data {data_rank})");
         events.push(named("process_name", *rank, 0, name));
         for (stream, name) in STREAMS {
             events.push(named("thread_name", *rank, stream as usize, name.to_owned()));
+        }
+        if actions.iter().any(|traced| traced.kernels.is_some()) {
+            events.push(named("thread_name", *rank, KERNEL_THREAD, "kernels on the GPU".to_owned()));
         }
     }
     for step in steps {
@@ -159,25 +170,30 @@ fn named(what: &'static str, pid: usize, tid: usize, name: String) -> Event<'sta
 }
 
 fn push_action(events: &mut Vec<Event<'static>>, step: u64, began: u64, pid: usize, traced: &TracedAction) {
-    let &TracedAction { action, issued, start, end, product_flops } = traced;
+    let &TracedAction { action, issued, start, end, product_flops, kernels } = traced;
     let microseconds = |time: u64| (began + time) as f64 / 1e3;
     let name = action.to_string();
     let mut push = |name: String, cat: &'static str, from: u64, to: u64| {
+        let is_action = cat != WAITING && cat != KERNELS;
         let args = Arguments {
             step: Some(step),
             unit: Some(action.unit()),
             microbatch: action.microbatch(),
             issued: Some(microseconds(issued)),
-            product_flops: Some(product_flops).filter(|flops| *flops > 0 && cat != WAITING),
+            product_flops: Some(product_flops).filter(|flops| *flops > 0 && is_action),
+            kernels: kernels.filter(|_| is_action).map(|times| times.map(microseconds)),
             name: None,
         };
         let (ts, dur) = (microseconds(from), (to - from) as f64 / 1e3);
-        let tid = action.stream() as usize;
+        let tid = if cat == KERNELS { KERNEL_THREAD } else { action.stream() as usize };
         events.push(Event { name: name.into(), cat: cat.into(), ph: "X".into(), pid, tid, ts, dur, args });
     };
     // Waits of less than a microsecond are left out.
     if start - issued >= 1000 {
         push(format!("waits to {name}"), WAITING, issued, start);
+    }
+    if let Some([began, ended]) = kernels.filter(|[began, ended]| began < ended) {
+        push(name.clone(), KERNELS, began, ended);
     }
     push(name, STREAMS[action.stream() as usize].1, start, end);
 }
@@ -213,7 +229,7 @@ fn steps(text: &[u8]) -> Result<Vec<TracedStep>, String> {
     let ranks = check_ranks(ranks)?;
     let mut steps: BTreeMap<u64, Vec<Vec<TracedAction>>> = BTreeMap::new();
     for (index, event) in document.trace_events.iter().enumerate() {
-        if event.ph != "X" || event.cat == WAITING {
+        if event.ph != "X" || event.cat == WAITING || event.cat == KERNELS {
             continue;
         }
         let wrong = |what: &str| format!("event {index} ({:?}) {what}", event.name);
@@ -277,7 +293,13 @@ fn traced(event: &Event<'_>) -> Option<TracedAction> {
     let (issued, start) = (nanoseconds(event.args.issued?)?, nanoseconds(event.ts)?);
     let end = start + nanoseconds(event.dur)?;
     let product_flops = event.args.product_flops.unwrap_or_default();
-    (issued <= start).then_some(TracedAction { action, issued, start, end, product_flops })
+    let kernels = match event.args.kernels {
+        Some([began, ended]) => Some([nanoseconds(began)?, nanoseconds(ended)?]),
+        None => None,
+    };
+    let are_ordered =
+        issued <= start && kernels.is_none_or(|[began, ended]| issued <= began && began <= ended);
+    are_ordered.then_some(TracedAction { action, issued, start, end, product_flops, kernels })
 }
 
 fn assemble(
@@ -300,6 +322,7 @@ fn assemble(
         issued: traced.issued - began,
         start: traced.start - began,
         end: traced.end - began,
+        kernels: traced.kernels.map(|times| times.map(|time| time - began)),
         ..traced
     };
     let rank = |((rank, &duration), actions): ((&RankTimeline, &u64), Vec<TracedAction>)| RankTimeline {

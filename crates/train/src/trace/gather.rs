@@ -58,7 +58,7 @@ impl Tracer {
 }
 
 /// Returns the timeline of this rank's last step, on its host's clock.
-fn timeline(executor: &Executor, duration: Duration) -> RankTimeline {
+fn timeline(executor: &Executor, duration: Duration) -> Result<RankTimeline, TrainError> {
     let ranks = executor.ranks();
     let (world, rank) = (ranks.world(), ranks.world().rank());
     let num_per_pipeline_rank = world.world_size() / ranks.pipeline().world_size();
@@ -68,19 +68,29 @@ fn timeline(executor: &Executor, duration: Duration) -> RankTimeline {
         data_rank: rank.0 % num_per_pipeline_rank,
         host: world.hosts().host_of(rank),
     };
+    let kernels = executor.kernel_intervals()?;
+    // Read after the kernels have ended, because `duration_since` is 0 for later times.
     let (now, since_boot) = (Instant::now(), monotonic());
-    let on_clock = |at: Instant| (since_boot - now.duration_since(at)).as_nanos() as u64;
-    let program = executor.program();
-    let traced = |(&action, time): (&Action, &ActionTime)| TracedAction {
-        action,
-        issued: on_clock(time.issued),
-        start: on_clock(time.start),
-        end: on_clock(time.end),
-        product_flops: time.product_operations,
+    // A GPU's clock may be ahead.
+    let on_clock = |at: Instant| {
+        (since_boot + at.saturating_duration_since(now) - now.saturating_duration_since(at)).as_nanos() as u64
     };
-    let actions = program.actions.iter().zip(executor.timeline()).map(traced).collect();
+    let program = executor.program();
+    let traced = |(index, (&action, time)): (usize, (&Action, &ActionTime))| {
+        let issued = on_clock(time.issued);
+        TracedAction {
+            action,
+            issued,
+            start: on_clock(time.start),
+            end: on_clock(time.end),
+            product_flops: time.product_operations,
+            // The clocks are aligned only to some microseconds, so a kernel may seem to begin before its action was issued.
+            kernels: kernels.get(index).map(|times| times.map(|at| on_clock(at).max(issued))),
+        }
+    };
+    let actions = program.actions.iter().zip(executor.timeline()).enumerate().map(traced).collect();
     let (header, duration) = (program.header.clone(), duration.as_nanos() as u64);
-    RankTimeline { place, header, peak_flops: None, duration, actions }
+    Ok(RankTimeline { place, header, peak_flops: None, duration, actions })
 }
 
 /// Returns the time on the clock of [`Instant`], which the processes of a host share.
@@ -92,7 +102,7 @@ fn monotonic() -> Duration {
 /// Gathers the timelines of all ranks at rank 0, each on its host's clock. Returns `None` on other ranks.
 fn gather(executor: &Executor, duration: Duration) -> Result<Option<Vec<RankTimeline>>, TrainError> {
     let world = executor.group();
-    let encoded = serde_json::to_vec(&timeline(executor, duration)).expect("numbers and texts are JSON");
+    let encoded = serde_json::to_vec(&timeline(executor, duration)?).expect("numbers and texts are JSON");
     let lengths = world.all_gather_bytes(&(encoded.len() as u64).to_le_bytes()).wait()?;
     if world.rank() != Rank::ROOT {
         let mut message = world.buffer::<u8>(encoded.len())?;
@@ -145,7 +155,8 @@ fn align(step: u64, model_flops: f64, mut ranks: Vec<RankTimeline>) -> TracedSte
 }
 
 fn for_each_time(traced: &mut TracedAction, change: impl Fn(&mut u64)) {
-    [&mut traced.issued, &mut traced.start, &mut traced.end].into_iter().for_each(change);
+    let times = [&mut traced.issued, &mut traced.start, &mut traced.end];
+    times.into_iter().chain(traced.kernels.iter_mut().flatten()).for_each(change);
 }
 
 #[cfg(test)]

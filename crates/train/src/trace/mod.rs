@@ -45,6 +45,8 @@ pub struct TracedAction {
     pub end: u64,
     /// Floating-point operations of the matrix products that the action issued.
     pub product_flops: u64,
+    /// The times at which the action's kernels began and ended on a GPU. Kernels of a CPU run between `start` and `end`.
+    pub kernels: Option<[u64; 2]>,
 }
 
 /// The actions of one rank in a step.

@@ -12,6 +12,7 @@ pub(super) fn rank(rank: usize, num_ranks: usize) -> RankTimeline {
         start: 1000 * index + 400,
         end: 1000 * index + 1000,
         product_flops: 7 * index,
+        kernels: (index % 2 == 1).then_some([1000 * index + 500, 1000 * index + 2500]),
     };
     RankTimeline {
         place: RankPlace { rank, pipeline_rank: rank, data_rank: 0, host: 0 },
@@ -31,6 +32,7 @@ fn steps() -> Vec<TracedStep> {
         ranks[1].actions[1..].iter_mut().for_each(|traced| {
             traced.issued += 3000;
             traced.start += 3000;
+            traced.kernels = traced.kernels.map(|times| times.map(|time| time + 3000));
         });
         TracedStep { step, began: 10_000 * step, model_flops: 20.5, ranks }
     };
@@ -93,7 +95,7 @@ fn other_files_are_refused() {
     file::write(&folder.path().join(TRACE_FILE), &steps()).unwrap();
     let text = std::fs::read_to_string(folder.path().join(TRACE_FILE)).unwrap();
     for (from, to, why) in [
-        ("\"format\":3", "\"format\":4", "its format is 4"),
+        ("\"format\":4", "\"format\":3", "its format is 3"),
         (
             "compute\",\"ph\":\"X\",\"pid\":1",
             "compute\",\"ph\":\"X\",\"pid\":7",

@@ -9,12 +9,12 @@ use crate::compression::notice_compression;
 use crate::config::{Config, Resume, TaskKind};
 use crate::corpus::record_use;
 use crate::dataset::{Dataset, batch_specs};
-use crate::device::{enable_spill, local_gpu, open_device};
+use crate::device::{check_gpu_memory, enable_spill, local_gpu, open_device};
 use crate::error::TrainError;
 use crate::executor::build_executor;
 use crate::metrics::{HashWriter, MetricsWriter, check_names};
 use crate::model_profile::infer_profile;
-use crate::nccl::connect_gpus;
+use crate::nccl::{connect_gpus, staging_notice};
 use crate::notices::{notice_cuda, notice_determinism, notice_epochs, notice_fp8, notice_staleness};
 use crate::observer::Observer;
 use crate::optimizer::lr_schedule;
@@ -65,10 +65,17 @@ impl<'a> Trainer<'a> {
         let batch_specs = batch_specs(&*train, training.local_batch_size);
         let device = open_device(config, local_rank, options.num_threads, options.simd_level_max)?;
         if let Some(gpu) = gpu.filter(|_| group.world_size() > 1) {
-            connect_gpus(config, &group, &device, &gpu, observer)?;
+            let must_encrypt = config.comm().tls_certificate.is_some();
+            let obstacle = connect_gpus(&group, &device, &gpu, config.comm().nccl, must_encrypt)?;
+            if let Some(reason) = obstacle.filter(|_| is_root) {
+                observer.notice(&staging_notice(&reason));
+            }
         }
         let built = PreparedExecutor::new(config, &*task, &batch_specs, group, &device, &options)?;
         let PreparedExecutor { mut executor, choices, rebalancer, utilization } = built;
+        if let Some(plan) = &options.plan {
+            check_gpu_memory(executor.device(), plan.predicted.total)?;
+        }
         let reserved = options.plan.as_ref().map_or(0, |plan| plan.non_activation_bytes);
         let spill = enable_spill(config, executor.device(), reserved);
         let validation =

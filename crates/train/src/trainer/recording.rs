@@ -41,10 +41,16 @@ impl Trainer<'_> {
         }
     }
 
+    /// Whether a trace is due after a step.
+    pub(super) fn traces(&self, step: u64) -> bool {
+        let interval = self.config.metrics().trace_interval;
+        interval > 0 && step.is_multiple_of(interval)
+    }
+
     /// Writes the timeline of the last step, if a trace is due. Collective.
     pub(super) fn trace(&mut self) -> Result<(), TrainError> {
-        let (step, interval) = (self.state.step, self.config.metrics().trace_interval);
-        if interval > 0 && step.is_multiple_of(interval) && !self.executor.timeline().is_empty() {
+        let step = self.state.step;
+        if self.traces(step) && !self.executor.timeline().is_empty() {
             self.executor.group().set_program_line(format_args!("step {step}: trace"));
             self.tracer.write(step, &self.executor, &self.utilization, self.program_time)?;
         }

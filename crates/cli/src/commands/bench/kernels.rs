@@ -1,5 +1,6 @@
 //! `trireme bench kernels`.
 
+use super::devices::{BenchDevice, gpu_backend};
 use super::seconds;
 use super::step::{Batches, StepArgs, build, read_model};
 use crate::console::{MeasurementStatus, Output};
@@ -16,6 +17,7 @@ use trireme_optim::OptimizerName;
 use trireme_parallel::{GradNorm, StepPlan};
 use trireme_tensor::probe::{ExecutionUnit, Probe, Traffic};
 use trireme_tensor::{CallTimer, Device, Precision, TimedCall};
+use trireme_train::gpu_of_worker;
 
 /// Name, config.json and batch of the steps in docs/performance.md.
 const STEPS: [(&str, &str, [usize; 2]); 2] = [
@@ -48,6 +50,8 @@ How to read it:
   registers alone), or bytes at the rate of plain loops that compute nothing (on
   the same amount of memory). Kernels that stream several arrays at once may beat
   the plain loops by a few percent. The measured time is the median of the runs.
+  On a GPU, the peak rates are those of large matrix multiplications by cuBLASLt,
+  and the GPU's clock measures the times.
 
 Examples:
   trireme bench kernels > kernels.md
@@ -78,7 +82,10 @@ pub(crate) struct KernelsArgs {
     /// Optimizer of the step, as in [optimizer] name.
     #[arg(long, value_name = "NAME", default_value = "adamw")]
     optimizer: OptimizerName,
-    /// Number of threads; 0 uses one per available core.
+    /// Where kernels run: cpu, or cuda for the first NVIDIA GPU.
+    #[arg(long, value_name = "DEVICE", default_value_t = BenchDevice::Cpu)]
+    device: BenchDevice,
+    /// Number of threads of the CPU; 0 uses one per available core.
     #[arg(long, value_name = "K", default_value_t = 0)]
     threads: usize,
     /// Measure only kernels with this text in their names or shapes, such as attention or 384x1152.
@@ -96,7 +103,11 @@ pub(crate) struct KernelsArgs {
 #[derive(Debug, Serialize)]
 struct Report {
     version: &'static str,
+    /// The SIMD level of the CPU, which runs the kernels if there is no GPU.
     features: String,
+    /// The name of the GPU that runs the kernels.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gpu: Option<String>,
     threads: usize,
     /// Bytes read plus bytes written per second, by a copy that no cache holds.
     copy_bytes_per_second: f64,
@@ -148,7 +159,15 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<()> {
         0 => trireme_train::share_of_cores(1),
         threads => threads,
     };
-    let (device, timer) = Device::timed(device_options(num_threads)?)?;
+    let mut options = device_options(num_threads)?;
+    let gpu = match args.device {
+        BenchDevice::Cpu => None,
+        BenchDevice::Cuda => Some(gpu_of_worker(0)?),
+    };
+    if let Some(gpu) = &gpu {
+        options.backend = gpu_backend(gpu.ordinal);
+    }
+    let (device, timer) = Device::timed(options)?;
     let probe = Probe::new(&device, args.seconds);
     let measuring = Arc::new(MeasurementStatus::new());
     measuring.show("memory");
@@ -156,6 +175,7 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<()> {
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION"),
         features: device.simd_level().to_string(),
+        gpu: gpu.map(|gpu| gpu.gpu.name),
         threads: num_threads,
         copy_bytes_per_second: copy.moved() as f64 / probe.stream(copy)?.best,
         steps: Vec::new(),
@@ -215,7 +235,7 @@ fn measure(
 ) -> Result<StepReport> {
     let title = format!("{}, {precision}", step.model);
     measuring.show(&title);
-    let peaks = probe.peaks(precision);
+    let peaks = probe.peaks(precision)?;
     let step_args = StepArgs::of_one_worker(precision, step.batch, step.seq);
     let mut executor = build(&step_args, &step.config, args.optimizer, single(), device)?;
     let mut batches = Batches::open(&step_args, step.config.vocab_size)?;
@@ -260,7 +280,13 @@ fn measure(
     let total = |time: fn(&KernelReport) -> f64| {
         kernels.iter().map(|kernel| kernel.calls as f64 * time(kernel)).sum::<f64>() / 1e3
     };
-    let unit = |precision| ExecutionUnit::of(device.simd_level(), precision).to_string();
+    let unit = |precision| {
+        if device.is_gpu() {
+            format!("cuBLASLt in {precision}")
+        } else {
+            ExecutionUnit::of(device.simd_level(), precision).to_string()
+        }
+    };
     Ok(StepReport {
         model: step.model.clone(),
         dtype: precision.to_string(),
@@ -277,10 +303,11 @@ fn measure(
 }
 
 fn print(report: &Report) -> Result<()> {
-    let Report { features, threads, copy_bytes_per_second, .. } = report;
+    let Report { features, gpu, threads, copy_bytes_per_second, .. } = report;
+    let device = gpu.clone().unwrap_or_else(|| format!("SIMD level {features}, {threads} threads"));
     writeln!(
         Output,
-        "SIMD level {features}, {threads} threads; a copy larger than all caches moves {:.1} GB/s.",
+        "{device}; a copy larger than all caches moves {:.1} GB/s.",
         copy_bytes_per_second / 1e9
     )?;
     for step in &report.steps {

@@ -1,6 +1,7 @@
 //! `trireme bench`.
 
 mod collectives;
+mod devices;
 mod disk;
 mod kernels;
 mod layouts;

@@ -1,5 +1,6 @@
 //! `trireme bench step`.
 
+use super::devices::{BenchDevice, open_gpu};
 use crate::commands::read_file;
 use crate::console::Output;
 use crate::host::HostShare;
@@ -27,8 +28,8 @@ use trireme_parallel::{
 use trireme_schedule::lowering::{apply_layout, recompute};
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier, single as single_stage};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision, SimdLevel};
-use trireme_train::FP8_NOTICE;
 use trireme_train::config::{Bind, HugePages};
+use trireme_train::{FP8_NOTICE, staging_notice};
 
 /// Time training steps of a model with random weights.
 ///
@@ -39,6 +40,9 @@ pub(crate) struct StepArgs {
     /// Folder with the config.json of a model.
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
+    /// Where workers compute: cpu, or cuda for an NVIDIA GPU each.
+    #[arg(long, value_name = "DEVICE", default_value_t = BenchDevice::Cpu)]
+    device: BenchDevice,
     /// Data type of activations and matrix multiplications: f32, bf16 or f16.
     #[arg(long, default_value = "f32")]
     dtype: Precision,
@@ -191,14 +195,17 @@ pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
                 job: "bench".to_owned(),
                 ..join_options(&environment, None)?
             };
-            work_in_world(options, recorder_folder(), |group| measure(args, group, started, simd.level))
+            let local_rank = environment.local_rank;
+            work_in_world(options, recorder_folder(), |group| {
+                measure(args, group, local_rank, started, simd.level)
+            })
         }
         None if args.workers > 1 => {
             // Checked before workers start, because each of them would report the same mistake.
             read_model(&args.model)?;
             launch_workers(args.workers, started, Some(&simd))
         }
-        None => measure(args, single(), started, simd.level),
+        None => measure(args, single(), 0, started, simd.level),
     }
 }
 
@@ -383,16 +390,32 @@ fn state_layout(args: &StepArgs) -> StateLayout {
     args.offload.iter().fold(state, |state, &(class, tier)| state.with_tier(class, tier))
 }
 
-fn measure(args: &StepArgs, world: Group, started: Instant, simd_level: SimdLevel) -> Result<()> {
+fn measure(
+    args: &StepArgs,
+    world: Group,
+    local_rank: usize,
+    started: Instant,
+    simd_level: SimdLevel,
+) -> Result<()> {
     let (rank, world_size) = (world.rank(), world.world_size());
     let num_threads = match args.threads {
         0 => HostShare::of_world(&world, HugePages::Transparent, Bind::None)?.num_threads,
         threads => threads,
     };
     let simd_level_max = Some(simd_level);
-    let device = Device::cpu(DeviceOptions { num_threads, simd_level_max, ..DeviceOptions::default() })?;
+    let options = DeviceOptions { num_threads, simd_level_max, ..DeviceOptions::default() };
     // Independent workers communicate again only to gather their results.
     let (group, results_group) = if args.independent { (single(), Some(world)) } else { (world, None) };
+    let device = match args.device {
+        BenchDevice::Cpu => Device::cpu(options)?,
+        BenchDevice::Cuda => {
+            let (device, obstacle) = open_gpu(&group, local_rank, options)?;
+            if let Some(reason) = obstacle.filter(|_| rank == Rank::ROOT) {
+                eprintln!("note: {}", staging_notice(&reason));
+            }
+            device
+        }
+    };
     let config = read_model(&args.model)?;
     let mut executor = build(args, &config, OptimizerName::AdamW, group, &device)?;
     let mut batches = Batches::open(args, config.vocab_size)?;
@@ -448,7 +471,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, simd_level: SimdLeve
                 (_, false) => ["ddp", "zero1", "zero2", "zero3"][usize::from(args.zero_stage)],
             },
             compile: false,
-            device: "cpu",
+            device: args.device.name(),
             world_size,
             threads: num_threads,
             batch_per_rank: args.batch,
@@ -501,13 +524,16 @@ fn print(args: &StepArgs, measurement: &Measurement) -> Result<()> {
         measurement.step_ms_median,
         measurement.comm_exposed_ms_median,
     )?;
+    let [host, counted] =
+        [measurement.peak_rss_bytes, measurement.memory_counted_bytes].map(trireme_base::Bytes);
+    let memory = match args.device {
+        BenchDevice::Cpu => format!("peak memory {host} per worker, {counted} of it tracked"),
+        BenchDevice::Cuda => format!("peak memory per worker: {host} of the host, {counted} of its GPU"),
+    };
     writeln!(
         Output,
-        "  first step after {:.3} s; peak memory {} per worker, {} of it tracked; loss {:.4}",
-        measurement.seconds_to_first_step,
-        trireme_base::Bytes(measurement.peak_rss_bytes),
-        trireme_base::Bytes(measurement.memory_counted_bytes),
-        measurement.final_loss,
+        "  first step after {:.3} s; {}; loss {:.4}",
+        measurement.seconds_to_first_step, memory, measurement.final_loss,
     )?;
     if measurement.skipped_steps > 0 {
         writeln!(

@@ -153,7 +153,7 @@ mod tests {
             let issued = now;
             now += waited + worked;
             let product_flops = if action.is_pass() { 5 * worked } else { 0 };
-            TracedAction { action, issued, start: issued + waited, end: now, product_flops }
+            TracedAction { action, issued, start: issued + waited, end: now, product_flops, kernels: None }
         };
         let actions: Vec<_> = program.actions.iter().zip(times).map(&mut act).collect();
         assert_eq!(actions.len(), program.actions.len());

@@ -143,7 +143,7 @@ mod tests {
         let mut act = |(&action, &(waited, worked)): (&Action, &(u64, u64))| {
             let issued = now;
             now += waited + worked;
-            TracedAction { action, issued, start: issued + waited, end: now, product_flops: 0 }
+            TracedAction { action, issued, start: issued + waited, end: now, product_flops: 0, kernels: None }
         };
         let actions = program.actions.iter().zip(times).map(&mut act).collect();
         let place = RankPlace { rank: pipeline_rank, pipeline_rank, data_rank: 0, host: 0 };

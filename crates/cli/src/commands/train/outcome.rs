@@ -44,6 +44,12 @@ pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String>
              was {predicted}\n"
         );
     }
+    if let Some(memory) = executor.device().gpu_memory()? {
+        let [others, total] = [memory.others(), memory.total].map(|num_bytes| Bytes(num_bytes as u64));
+        text += &format!(
+            "in addition, CUDA, NCCL and other programs used {others} of the {total} of the GPU of rank 0\n"
+        );
+    }
     Ok(text)
 }
 

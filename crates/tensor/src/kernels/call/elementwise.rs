@@ -4,7 +4,7 @@ use super::{kernel_calls, num_bytes, per_element_cost, plain_arguments};
 use crate::kernels::Activation;
 use crate::kernels::cpu::dropout::RandomWordRows;
 use crate::view::{View, ViewMut};
-use trireme_base::{Cost, RandomKey};
+use trireme_base::{Cost, RandomKey, Traffic};
 
 kernel_calls! {
     /// Elementwise kernels.
@@ -55,13 +55,17 @@ kernel_calls! {
             x: View, bias: Option<View>, residual: Option<View>, y: ViewMut;
             assert!(x.shape() == y.shape() && residual.is_none_or(|residual| residual.shape() == y.shape()));
         }
+
+        /// Streams through `memory`, u32, with almost no arithmetic, to measure bandwidth: updates one part in place, copies from one part
+        /// to another, and only reads or only writes the remainder. Costs nothing.
+        pub(crate) fn stream => Stream { memory: ViewMut, traffic: Traffic }
     }
     {
         copy => Copy { x: View, y: ViewMut }
     }
 }
 
-plain_arguments! { Activation, RandomKey, RandomWordRows }
+plain_arguments! { Activation, RandomKey, RandomWordRows, Traffic }
 
 /// Operations of the derivative of an activation and its products, in addition to the operations of the activation.
 const DERIVATIVE_OPERATIONS: usize = 8;
@@ -73,6 +77,7 @@ impl ElementwiseCall {
     pub(crate) fn cost(&self) -> Cost {
         match self {
             Self::Zero { x } => Cost::ZERO.writes(x.num_bytes()),
+            Self::Stream { .. } => Cost::ZERO,
             Self::Convert { x, y } | Self::Copy { x, y } => {
                 Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes())
             }

@@ -16,7 +16,7 @@ use crate::kernels::cuda::DeviceAddresses;
 use crate::kernels::host_pinning::HostPinning;
 use crate::kernels::{Operand, OperandMut};
 use crate::lent_memory::{LentMemory, OverflowAllocator};
-use crate::memory::{MemoryCounter, OverBudget, PageSource, describe};
+use crate::memory::{MemoryCounter, OverBudget, PageSource, describe, largest_in_words};
 use crate::shape::Shape;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -121,6 +121,11 @@ impl Arena {
         &self.memory
     }
 
+    /// Returns the bytes that the system has provided so far, in use or not.
+    pub(crate) fn accessible_bytes(&self) -> usize {
+        self.lock_state().accessible
+    }
+
     /// Returns an error if `len` exceeds the arena.
     pub(crate) fn check_room(&self, len: usize, category: Category) -> Result<()> {
         if len <= self.memory.num_bytes() { Ok(()) } else { Err(self.out_of_memory(len, category)) }
@@ -138,7 +143,8 @@ impl Arena {
 
     /// Describes the memory in use for error messages.
     fn describe_usage(&self, state: &ArenaState) -> String {
-        format!("{}{}", describe(&self.counter.in_use()), state.in_use.describe_largest())
+        let largest = state.in_use.describe_largest();
+        format!("{}{}", describe(&self.counter.in_use()), largest_in_words(&largest))
     }
 
     /// Returns the error of a request that the system refuses: the process may have no more memory, the host's pool of huge pages is
@@ -185,18 +191,21 @@ impl Arena {
 
     /// Allocates a block with unspecified contents for an array.
     pub(crate) fn allocate(self: &Arc<Self>, array: (Shape, DType), category: Category) -> Result<Block> {
-        let offset = Some(self.allocate_offset(array, category)?);
-        Ok(Block { arena: Arc::clone(self), offset, array, category })
+        let len = num_bytes(array, category)?;
+        let offset = Some(self.allocate_offset(array, len, category)?);
+        Ok(Block { arena: Arc::clone(self), offset, len, category })
     }
 
-    fn allocate_offset(&self, array: (Shape, DType), category: Category) -> Result<usize> {
-        let len = num_bytes(array);
+    fn allocate_offset(&self, array: (Shape, DType), len: usize, category: Category) -> Result<usize> {
         // Checked first, so that no later addition overflows.
         self.check_room(len, category)?;
         let padded = len.next_multiple_of(ALIGNMENT);
-        self.counter.charge(category, padded).map_err(|refused| OverBudget {
-            largest: self.lock_state().in_use.describe_largest(),
-            ..refused
+        // An allocation that may overflow has not failed yet.
+        let may_overflow = self.overflow.get().is_some_and(|_| category == Category::Activations);
+        self.counter.charge(category, padded).map_err(|refused| {
+            let state = self.lock_state();
+            let largest = if may_overflow { String::new() } else { state.in_use.describe_largest() };
+            OverBudget { largest, ..refused }
         })?;
         let mut blocks = self.lock_state();
         let Some(offset) = blocks.free.allocate(padded) else {
@@ -238,19 +247,19 @@ pub(crate) struct Block {
     arena: Arc<Arena>,
     /// `None` while the memory is released.
     offset: Option<usize>,
-    /// The array that the memory was allocated for.
-    array: (Shape, DType),
+    len: usize,
     category: Category,
 }
 
-fn num_bytes((shape, dtype): (Shape, DType)) -> usize {
-    shape.num_elements() * dtype.size()
+/// Returns the bytes of an array.
+pub(crate) fn num_bytes((shape, dtype): (Shape, DType), category: Category) -> Result<usize> {
+    shape.num_bytes(dtype).ok_or(DeviceError::Unaddressable { shape, dtype, category })
 }
 
 impl Block {
     /// Returns the size in bytes, also while the memory is released.
     pub(crate) fn len(&self) -> usize {
-        num_bytes(self.array)
+        self.len
     }
 
     pub(crate) fn category(&self) -> Category {
@@ -264,17 +273,20 @@ impl Block {
     /// Frees the memory, and with it its contents.
     pub(crate) fn release(&mut self) {
         let Some(offset) = self.offset.take() else { return };
-        let padded = self.len().next_multiple_of(ALIGNMENT);
+        let padded = self.len.next_multiple_of(ALIGNMENT);
         self.arena.counter.uncharge(self.category, padded);
         let mut state = self.arena.lock_state();
         state.free.free(offset, padded);
-        state.in_use.remove(offset);
+        // Another block may begin where an empty one is.
+        if padded > 0 {
+            state.in_use.remove(offset);
+        }
     }
 
-    /// Allocates memory again, with unspecified contents.
-    pub(crate) fn reallocate(&mut self) -> Result<()> {
+    /// Allocates memory again for an array of the same size, with unspecified contents.
+    pub(crate) fn reallocate(&mut self, array: (Shape, DType)) -> Result<()> {
         if self.offset.is_none() {
-            self.offset = Some(self.arena.allocate_offset(self.array, self.category)?);
+            self.offset = Some(self.arena.allocate_offset(array, self.len, self.category)?);
         }
         Ok(())
     }
@@ -285,7 +297,7 @@ impl Block {
 
     /// Returns the block as an array of a shape and dtype. Panics if its memory is released.
     pub(crate) fn operand(&self, of: (Shape, DType)) -> Operand {
-        Operand::new(self.start(), self.len(), of, self.arena.memory.is_detached())
+        Operand::new(self.start(), self.len, of, self.arena.memory.is_detached())
     }
 
     fn start(&self) -> NonNull<u8> {
@@ -311,12 +323,12 @@ mod tests {
     impl Block {
         fn bytes(&self) -> &[u8] {
             // SAFETY: within the accessible part of the mapping; no other block overlaps.
-            unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.len()) }
+            unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.len) }
         }
 
         fn bytes_mut(&mut self) -> &mut [u8] {
             // SAFETY: as in `bytes`, and the borrow of `self` is unique.
-            unsafe { std::slice::from_raw_parts_mut(self.start().as_ptr(), self.len()) }
+            unsafe { std::slice::from_raw_parts_mut(self.start().as_ptr(), self.len) }
         }
     }
 
@@ -381,7 +393,7 @@ mod tests {
         blocks.swap_remove(2);
         arena.trim();
         assert!(blocks[0].bytes().iter().chain(blocks[2].bytes()).all(|&byte| byte == 7));
-        blocks[1].reallocate().unwrap();
+        blocks[1].reallocate(bytes(3 * RELEASE_GRANULARITY + 64)).unwrap();
         assert!(
             blocks[1].bytes()[RELEASE_GRANULARITY..2 * RELEASE_GRANULARITY].iter().all(|&byte| byte == 0),
             "its pages were released"

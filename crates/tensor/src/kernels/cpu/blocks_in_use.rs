@@ -16,7 +16,7 @@ struct BlockInUse {
     kind: Kind,
 }
 
-/// What a block was allocated for.
+/// The array that a block was allocated for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Kind {
     category: Category,
@@ -54,7 +54,7 @@ impl BlocksInUse {
         }
     }
 
-    /// Describes the kinds of blocks that use the most memory, as `; the largest: ...`. Empty if no blocks are in use.
+    /// Describes the kinds of blocks that use the most memory. Empty if no blocks are in use.
     pub(super) fn describe_largest(&self) -> String {
         let mut kinds: Vec<(Kind, usize)> = Vec::new();
         for block in &self.0 {
@@ -70,8 +70,7 @@ impl BlocksInUse {
             let each = Bytes(kind.num_bytes() as u64);
             format!("{num} {shape:?} in {dtype} for {category}, {each} each")
         };
-        let largest: Vec<String> = kinds.iter().take(NUM_LARGEST).map(describe).collect();
-        if largest.is_empty() { String::new() } else { format!("; the largest: {}", largest.join("; ")) }
+        kinds.iter().take(NUM_LARGEST).map(describe).collect::<Vec<_>>().join("; ")
     }
 }
 
@@ -94,9 +93,9 @@ mod tests {
         let matrices = "1 [256, 4] in f32 for activations, 4.00KiB each";
         let vectors = |num: usize| format!("{num} [1024] in bf16 for parameters, 2.00KiB each");
         let bytes = "1 [2] in u8 for gradients, 2B each";
-        assert_eq!(blocks.describe_largest(), format!("; the largest: {}; {matrices}; {bytes}", vectors(3)));
+        assert_eq!(blocks.describe_largest(), format!("{}; {matrices}; {bytes}", vectors(3)));
         blocks.remove(6144);
         blocks.remove(4096);
-        assert_eq!(blocks.describe_largest(), format!("; the largest: {matrices}; {}; {bytes}", vectors(1)));
+        assert_eq!(blocks.describe_largest(), format!("{matrices}; {}; {bytes}", vectors(1)));
     }
 }

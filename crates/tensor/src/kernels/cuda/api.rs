@@ -76,6 +76,7 @@ functions! {
         cuEventElapsedTime(*mut f32, cuda::CUevent, cuda::CUevent);
         cuMemHostRegister_v2(*mut c_void, usize, c_uint);
         cuMemHostUnregister(*mut c_void);
+        cuMemGetInfo_v2(*mut usize, *mut usize);
         cuMemAlloc_v2(*mut cuda::CUdeviceptr, usize);
         cuMemFree_v2(cuda::CUdeviceptr);
         cuMemcpyHtoDAsync_v2(cuda::CUdeviceptr, *const c_void, usize, cuda::CUstream);

@@ -21,7 +21,8 @@ use trireme_base::DType;
 pub(super) struct Blas {
     context: Arc<Context>,
     handle: blas::cublasLtHandle_t,
-    algorithms: Mutex<HashMap<MatmulKind, Algorithm>>,
+    /// `None` for a kind of which the library has no algorithm.
+    algorithms: Mutex<HashMap<MatmulKind, Option<Algorithm>>>,
     /// Keeps the fastest algorithms, if matmuls are timed.
     file: Option<AlgorithmFile>,
     /// Whether matmuls in f32 round their operands to TF32.
@@ -78,13 +79,13 @@ impl Blas {
         &self.context.installation.blas
     }
 
-    /// Issues a matmul to a stream.
+    /// Issues a matmul to a stream. Returns false if the library has no algorithm for it.
     pub(super) fn multiply(
         &self,
         kind: MatmulKind,
         arrays: &Arrays,
         stream: blas::cudaStream_t,
-    ) -> Result<(), CudaError> {
+    ) -> Result<bool, CudaError> {
         let api = self.api();
         let MatmulKind { rows, cols, inner, transposed, .. } = kind;
         let description = Description::new(api, &kind, arrays.bias)?;
@@ -94,8 +95,9 @@ impl Blas {
         let out = Layout::row_major(api, kind.out_dtype, (rows, cols))?;
         let layouts = [&right, &left, &out];
         let problem = Problem { kind, description: &description, layouts, arrays, stream };
-        let algorithm = self.algorithm(&problem)?;
-        self.issue(&problem, &algorithm, arrays.out.addresses().start)
+        let Some(algorithm) = self.algorithm(&problem)? else { return Ok(false) };
+        self.issue(&problem, &algorithm, arrays.out.addresses().start)?;
+        Ok(true)
     }
 
     /// Issues a matmul whose result goes to the address `out`.

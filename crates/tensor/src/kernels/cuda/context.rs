@@ -346,25 +346,31 @@ impl Drop for TemporaryMemory<'_> {
 }
 
 /// A point in time of a stream.
-pub(super) struct TimedEvent<'c> {
-    context: &'c Context,
+#[derive(Debug)]
+pub(crate) struct TimedEvent {
+    context: Arc<Context>,
     handle: cuda::CUevent,
 }
 
-impl<'c> TimedEvent<'c> {
-    pub(super) fn record(context: &'c Context, stream: cuda::CUstream) -> Result<Self, CudaError> {
+// SAFETY: handles of the driver may be used on any thread that has entered the context.
+unsafe impl Send for TimedEvent {}
+
+impl TimedEvent {
+    pub(super) fn record(context: &Arc<Context>, stream: cuda::CUstream) -> Result<Self, CudaError> {
+        context.enter()?;
         let driver = &context.installation.driver;
         let mut handle = std::ptr::null_mut();
         // SAFETY: writes a handle, which `drop` destroys.
         unsafe { call!(driver, cuEventCreate(&mut handle, cuda::CUevent_flags::CU_EVENT_DEFAULT as u32))? };
-        let event = TimedEvent { context, handle };
+        let event = TimedEvent { context: Arc::clone(context), handle };
         // SAFETY: handles of this context.
         unsafe { call!(driver, cuEventRecord(handle, stream))? };
         Ok(event)
     }
 
     /// Waits for the event. Returns the time since an earlier one of the same stream.
-    pub(super) fn milliseconds_since(&self, earlier: &TimedEvent<'_>) -> Result<f32, CudaError> {
+    pub(crate) fn milliseconds_since(&self, earlier: &TimedEvent) -> Result<f32, CudaError> {
+        self.context.enter()?;
         let driver = &self.context.installation.driver;
         let mut milliseconds = 0.0;
         // SAFETY: handles of this context. Writes a number.
@@ -376,8 +382,9 @@ impl<'c> TimedEvent<'c> {
     }
 }
 
-impl Drop for TimedEvent<'_> {
+impl Drop for TimedEvent {
     fn drop(&mut self) {
+        let _ = self.context.enter();
         // SAFETY: created by `record`.
         let _ = unsafe { (self.context.installation.driver.cuEventDestroy_v2)(self.handle) };
     }

@@ -1,6 +1,7 @@
 //! Errors of CUDA devices.
 
 use std::path::PathBuf;
+use trireme_base::DType;
 
 /// An error of CUDA, or why a GPU cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +38,11 @@ pub enum CudaError {
     /// A function of CUDA failed.
     #[error("{function} failed: {name}")]
     Call { function: &'static str, name: String },
+    /// cuBLASLt has no algorithm for a matmul.
+    #[error(
+        "cuBLASLt has no algorithm for a matmul of {rows} x {inner} times {inner} x {cols} in {dtype}; try another version"
+    )]
+    NoAlgorithm { rows: usize, cols: usize, inner: usize, dtype: DType },
     /// A kernel cannot be launched.
     #[error("the kernel {name} cannot be launched: {source}")]
     Kernel { name: String, source: Box<CudaError> },

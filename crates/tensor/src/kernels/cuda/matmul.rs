@@ -2,6 +2,7 @@
 
 use super::Cuda;
 use super::blas::{Arrays, MatmulKind};
+use super::error::CudaError;
 use crate::kernels::backend::Stream;
 use crate::kernels::call::MatmulCall;
 use crate::kernels::{MatmulSizes, Operand, OperandMut};
@@ -33,7 +34,7 @@ struct Scratch {
     right: usize,
     /// The bias in the dtype of the result, if it is stored in another or not aligned.
     bias: usize,
-    /// The f32 result, if it is rounded after a residual is added.
+    /// The f32 result, if another kernel adds to it and rounds.
     result: usize,
     workspace: usize,
     end: usize,
@@ -62,8 +63,9 @@ pub(crate) fn matmul_scratch_words(precision: Precision, sizes: MatmulSizes) -> 
 }
 
 impl Cuda {
-    /// Runs a matmul: converts operands to its precision where they are stored in another, and the bias to the dtype of the result, as the
-    /// library requires. Rounds the result after a residual is added, which the library does not: it adds arrays of the result's dtype.
+    /// Runs a matmul. Converts the factors to its precision, and the bias to the dtype of the result, as cuBLASLt requires. cuBLASLt cannot
+    /// add a residual of another dtype than the result's, and may lack an algorithm that adds a bias. Then the result is computed in f32,
+    /// and another kernel adds bias and residual and rounds.
     pub(super) fn run_matmul(&self, call: &MatmulCall) {
         let MatmulCall::Matmul {
             left,
@@ -99,7 +101,7 @@ impl Cuda {
         let dtype = precision.dtype();
         let convert = |operand: Operand, start: usize, dtype: DType| {
             let converted = part(start, operand.shape(), dtype);
-            let launch = self.kernel("convert", &[operand.dtype(), dtype]).arg(&operand).arg(converted);
+            let launch = self.kernel("convert", &[operand.dtype(), dtype]).arg(operand).arg(converted);
             launch.over_elements(operand.shape());
             converted
         };
@@ -107,37 +109,46 @@ impl Cuda {
             if operand.dtype() == dtype { *operand } else { convert(*operand, start, dtype) }
         };
         let (left, right) = (factor(left, parts.left), factor(right, parts.right));
-        let is_rounded = out.dtype() != DType::F32 && residual.is_some();
-        let result = if is_rounded { part(parts.result, out.shape(), DType::F32) } else { out.as_operand() };
-        let added = if *accumulate { Some(result) } else { *residual };
         let workspace_bytes = parts.end - parts.workspace;
         let workspace = part(parts.workspace, Shape::from([workspace_bytes]), DType::U8);
-        let (bias, added) = if is_rounded {
-            (None, None)
+        // Returns whether the library has an algorithm.
+        let multiply = |result: Operand, bias: Option<Operand>, added: Option<Operand>| {
+            let kind = MatmulKind {
+                rows,
+                cols,
+                inner,
+                transposed: *transposed,
+                dtype,
+                out_dtype: result.dtype(),
+                has_bias: bias.is_some(),
+                alignments: [right, left, added.unwrap_or(result), result].map(alignment),
+                is_tf32: self.blas.allow_tf32 && dtype == DType::F32,
+            };
+            let arrays = Arrays { left, right, bias, added, out: result, workspace };
+            let mut has_algorithm = true;
+            self.issue(|| {
+                let stream = self.streams.handle(Stream::Compute).cast();
+                has_algorithm = self.blas.multiply(kind, &arrays, stream)?;
+                Ok(())
+            });
+            has_algorithm
+        };
+        let result = out.as_operand();
+        let is_usable = |bias: Operand| bias.dtype() == result.dtype() && alignment(bias) >= BIAS_ALIGNMENT;
+        let usable = |bias: Operand| {
+            if is_usable(bias) { bias } else { convert(bias, parts.bias, result.dtype()) }
+        };
+        let added = if *accumulate { Some(result) } else { *residual };
+        let is_direct = result.dtype() == DType::F32 || residual.is_none();
+        if is_direct && multiply(result, given_bias.map(usable), added) {
+            return;
+        }
+        let wide = part(parts.result, out.shape(), DType::F32);
+        let needs_addition = given_bias.is_some() || !is_direct;
+        if needs_addition && multiply(wide, None, None) {
+            self.add_bias(wide, *given_bias, *residual, out);
         } else {
-            let is_usable =
-                |bias: Operand| bias.dtype() == result.dtype() && alignment(bias) >= BIAS_ALIGNMENT;
-            let bias = given_bias
-                .map(|bias| if is_usable(bias) { bias } else { convert(bias, parts.bias, result.dtype()) });
-            (bias, added)
-        };
-        let has_bias = bias.is_some();
-        let alignments = [right, left, added.unwrap_or(result), result].map(alignment);
-        let kind = MatmulKind {
-            rows,
-            cols,
-            inner,
-            transposed: *transposed,
-            dtype,
-            out_dtype: result.dtype(),
-            has_bias,
-            alignments,
-            is_tf32: self.blas.allow_tf32 && dtype == DType::F32,
-        };
-        let arrays = Arrays { left, right, bias, added, out: result, workspace };
-        self.issue(|| self.blas.multiply(kind, &arrays, self.streams.handle(Stream::Compute).cast()));
-        if is_rounded {
-            self.add_bias(result, *given_bias, *residual, out);
+            self.streams.fail(&CudaError::NoAlgorithm { rows, cols, inner, dtype });
         }
     }
 

@@ -19,7 +19,7 @@ mod nccl;
 mod run;
 mod stream;
 
-pub(crate) use context::DeviceAddresses;
+pub(crate) use context::{DeviceAddresses, TimedEvent};
 pub use error::CudaError;
 pub use installation::{CudaFolders, CudaInstallation, CudaReport, FoundLibrary, Gpu, LIBRARY_VARIABLE};
 pub(crate) use matmul::matmul_scratch_words;
@@ -54,6 +54,9 @@ pub struct CudaOptions {
     /// folder, so that all processes that share the folder use the same. Otherwise, the library's first proposal is used.
     pub time_matmuls: bool,
 }
+
+/// Rounds of the kernel that delays others: at least 100 microseconds.
+const DELAY_ROUNDS: u64 = 1 << 16;
 
 /// A GPU.
 #[derive(Debug)]
@@ -202,12 +205,46 @@ impl Backend for Cuda {
         self.streams.record(stream, Some((host, operand)))
     }
 
+    fn free_and_total_bytes(&self) -> Result<Option<(usize, usize)>, String> {
+        let (mut free, mut total) = (0, 0);
+        self.issue(|| {
+            // SAFETY: writes two numbers.
+            unsafe { call!(self.context.installation.driver, cuMemGetInfo_v2(&mut free, &mut total)) }
+        });
+        self.streams.failure().map_or(Ok(Some((free, total))), Err)
+    }
+
     fn host_pinning(&self) -> Option<Box<dyn HostPinning>> {
         Some(Box::new(PinnedMemory::new(&self.context)))
     }
 
     fn record(&self) -> Event {
         self.streams.record(Stream::Compute, None)
+    }
+
+    fn time(&self, issue: &mut dyn FnMut()) -> Result<f64, String> {
+        // While this kernel runs, the host issues the others, so that their times do not have the time of launches.
+        self.kernel("delay", &[]).arg(DELAY_ROUNDS).arg(None::<Operand>).run(1);
+        let start = self.record_instant();
+        issue();
+        let end = self.record_instant();
+        let mut milliseconds = 0.0;
+        if let (Some(start), Some(end)) = (&start, &end) {
+            self.issue(|| {
+                milliseconds = end.milliseconds_since(start)?;
+                Ok(())
+            });
+        }
+        self.streams.failure().map_or(Ok(f64::from(milliseconds) / 1e3), Err)
+    }
+
+    fn record_instant(&self) -> Option<TimedEvent> {
+        let mut recorded = None;
+        self.issue(|| {
+            recorded = Some(TimedEvent::record(&self.context, self.streams.handle(Stream::Compute))?);
+            Ok(())
+        });
+        recorded
     }
 
     fn wait_for(&self, event: &Event, _caller: &'static Location<'static>) {

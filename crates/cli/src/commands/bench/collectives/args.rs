@@ -1,7 +1,8 @@
 //! Arguments of `trireme bench collectives`.
 
 use super::number::Dtype;
-use super::operation::{BufferMemory, Op};
+use super::operation::Op;
+use super::vectors::BufferMemory;
 use crate::commands::costs::CostArgs;
 use crate::numbers::size_with_unit;
 use std::time::Duration;
@@ -32,6 +33,8 @@ Examples:
       Small messages between four workers.
   trireme bench collectives --algorithm ring --any-order --transport tcp
       One algorithm, to compare with the one chosen by default.
+  trireme bench collectives --workers 8 --memory gpu --any-order --dtype bf16
+      NCCL between eight GPUs of this host, with its own order of sums.
   srun --ntasks-per-node 4 trireme bench collectives --max-bytes 64M
       Workers started by another launcher: torchrun, srun and mpirun are supported.
 
@@ -56,7 +59,9 @@ pub(crate) struct CollectivesArgs {
     /// Data type of the elements.
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
     pub(super) dtype: Dtype,
-    /// Where vectors are stored: in the memory that suits the group's transport best, or in each worker's own memory.
+    /// Where vectors are stored: in the memory that suits the group's transport best, in each worker's own memory, or in
+    /// the memory of each worker's NVIDIA GPU. GPUs exchange vectors by NCCL, so --transport and --algorithm have no
+    /// effect.
     #[arg(long, value_enum, default_value_t = BufferMemory::Arena)]
     pub(super) memory: BufferMemory,
     /// Algorithm to use where it applies, such as ring, halving_doubling or hierarchical:all:direct:ring. By default,

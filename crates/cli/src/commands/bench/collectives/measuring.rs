@@ -3,6 +3,7 @@
 use super::args::CollectivesArgs;
 use super::number::{Number, name};
 use super::operation::{Bench, Op};
+use super::vectors::{BufferMemory, VectorMemory};
 use crate::statistics::median;
 use anyhow::{Result, bail};
 use serde::Serialize;
@@ -32,14 +33,15 @@ pub(super) struct Measurement {
 pub(super) fn measure<T: Number>(
     args: &CollectivesArgs,
     group: &Group,
+    memory: &VectorMemory<'_>,
     op: Op,
     bytes: usize,
 ) -> Result<Measurement> {
-    let mut bench = Bench::<T>::new(group, op, args.memory, bytes)?;
+    let mut bench = Bench::<T>::new(group, op, memory, bytes)?;
     let bytes = bench.bytes();
     group.set_program_line(format_args!("bench {} of {}", name(op), Bytes(bytes as u64)));
     bench.call()?;
-    if !bench.is_right() {
+    if !bench.is_right()? {
         bail!("{} of {bytes} bytes gave a wrong result", name(op));
     }
     bench.clear();
@@ -59,9 +61,9 @@ pub(super) fn measure<T: Number>(
         median_us: median * 1e6,
         algbw_gbps: bandwidth,
         busbw_gbps: bandwidth * op.bus_factor(world_size),
-        transport: group.transport().to_string(),
+        transport: memory.transport(group),
         memory: name(args.memory),
-        algorithm: bench.algorithm(),
+        algorithm: bench.algorithm().filter(|_| args.memory != BufferMemory::Gpu),
     })
 }
 

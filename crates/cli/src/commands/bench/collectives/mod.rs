@@ -4,6 +4,7 @@ mod args;
 mod measuring;
 mod number;
 mod operation;
+mod vectors;
 
 pub(crate) use args::CollectivesArgs;
 
@@ -19,6 +20,7 @@ use std::time::Instant;
 use trireme_base::{Bf16, Bytes, F16, Rank};
 use trireme_comm::{Group, GroupOptions, JoinOptions};
 use trireme_train::config::{Bind, HugePages};
+use vectors::VectorMemory;
 
 pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
     if args.workers == 0 || args.factor < 2 || args.min_bytes == 0 || args.iters == 0 {
@@ -42,17 +44,21 @@ pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
         group,
         ..join_options(&environment, None)?
     };
-    work_in_world(options, recorder_folder(), |group| match args.dtype {
-        Dtype::F32 => sweep::<f32>(args, &group),
-        Dtype::F64 => sweep::<f64>(args, &group),
-        Dtype::F16 => sweep::<F16>(args, &group),
-        Dtype::Bf16 => sweep::<Bf16>(args, &group),
-        Dtype::I32 => sweep::<i32>(args, &group),
-        Dtype::I64 => sweep::<i64>(args, &group),
+    let local_rank = environment.local_rank;
+    work_in_world(options, recorder_folder(), |group| {
+        let memory = VectorMemory::open(args.memory, &group, local_rank)?;
+        match args.dtype {
+            Dtype::F32 => sweep::<f32>(args, &group, &memory),
+            Dtype::F64 => sweep::<f64>(args, &group, &memory),
+            Dtype::F16 => sweep::<F16>(args, &group, &memory),
+            Dtype::Bf16 => sweep::<Bf16>(args, &group, &memory),
+            Dtype::I32 => sweep::<i32>(args, &group, &memory),
+            Dtype::I64 => sweep::<i64>(args, &group, &memory),
+        }
     })
 }
 
-fn sweep<T: Number>(args: &CollectivesArgs, group: &Group) -> Result<()> {
+fn sweep<T: Number>(args: &CollectivesArgs, group: &Group, memory: &VectorMemory<'_>) -> Result<()> {
     if args.ops.contains(&Op::Send) && group.world_size() < 2 {
         bail!("send needs two workers; set --workers to 2 or more");
     }
@@ -62,13 +68,13 @@ fn sweep<T: Number>(args: &CollectivesArgs, group: &Group) -> Result<()> {
     }
     let is_root = group.rank() == Rank::ROOT;
     if is_root && !args.json {
-        print_header(args, group)?;
+        print_header(args, group, memory)?;
     }
     for &op in &args.ops {
         let larger = |bytes: &usize| bytes.checked_mul(args.factor).filter(|_| op.has_sizes());
         let sizes = std::iter::successors(Some(args.min_bytes), larger);
         for bytes in sizes.take_while(|&bytes| bytes <= args.max_bytes || !op.has_sizes()) {
-            let measurement = measure::<T>(args, group, op, bytes)?;
+            let measurement = measure::<T>(args, group, memory, op, bytes)?;
             if is_root {
                 print(args, &measurement)?;
             }
@@ -77,14 +83,14 @@ fn sweep<T: Number>(args: &CollectivesArgs, group: &Group) -> Result<()> {
     Ok(group.barrier().wait()?)
 }
 
-fn print_header(args: &CollectivesArgs, group: &Group) -> Result<()> {
-    let (dtype, memory) = (name(args.dtype), name(args.memory));
+fn print_header(args: &CollectivesArgs, group: &Group, memory: &VectorMemory<'_>) -> Result<()> {
+    let (dtype, place) = (name(args.dtype), name(args.memory));
     Ok(writeln!(
         Output,
-        "{} workers over {}, vectors of {dtype} in {memory} memory\n          \
+        "{} workers over {}, vectors of {dtype} in {place} memory\n          \
          operation         size       median   bandwidth         bus",
         group.world_size(),
-        group.transport()
+        memory.transport(group)
     )?)
 }
 

@@ -1,19 +1,11 @@
 //! The operations that are timed: their vectors, their calls and their expected results.
 
 use super::number::{Number, name};
+use super::vectors::VectorMemory;
 use anyhow::{Context, Result};
 use trireme_base::{Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
 use trireme_schedule::collective::{Collective, CollectiveKind, block};
-
-/// Where vectors are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum BufferMemory {
-    /// Memory shared between the workers of a host, where available.
-    Arena,
-    /// Heap memory.
-    Private,
-}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 #[value(rename_all = "snake_case")]
@@ -84,6 +76,7 @@ fn units(from: usize, to: usize, world_size: usize) -> usize {
 /// An operation with its vectors on one rank.
 pub(super) struct Bench<'a, T> {
     group: &'a Group,
+    memory: &'a VectorMemory<'a>,
     op: Op,
     /// Elements of the full vector.
     len: usize,
@@ -95,7 +88,7 @@ pub(super) struct Bench<'a, T> {
 
 impl<'a, T: Number> Bench<'a, T> {
     /// Allocates vectors for a full vector of at most `bytes`. Every input element of rank `r` is `r + 1`.
-    pub(super) fn new(group: &'a Group, op: Op, place: BufferMemory, bytes: usize) -> Result<Self> {
+    pub(super) fn new(group: &'a Group, op: Op, memory: &'a VectorMemory<'a>, bytes: usize) -> Result<Self> {
         let (own, world_size) = (group.rank(), group.world_size());
         let len = op.valid_len(world_size, bytes / size_of::<T>());
         let (input, output) = match (op, op.collective(len)) {
@@ -106,15 +99,11 @@ impl<'a, T: Number> Bench<'a, T> {
             }
             (_, None) => (len, Some(len)),
         };
-        let buffer = |len| match place {
-            BufferMemory::Arena => group.buffer::<T>(len),
-            BufferMemory::Private => Buffer::private(len),
-        };
         let unit = len / num_units(world_size);
         let block_lens = (0..world_size).map(|other| unit * units(own.0, other, world_size)).collect();
-        let mut input = buffer(input)?;
-        input.fill(T::of(own.0 as f64 + 1.0));
-        Ok(Bench { group, op, len, vectors: Some((input, output.map(buffer).transpose()?)), block_lens })
+        let input = memory.vector(input, T::of(own.0 as f64 + 1.0))?;
+        let output = output.map(|len| memory.vector(len, T::of(0.0))).transpose()?;
+        Ok(Bench { group, memory, op, len, vectors: Some((input, output)), block_lens })
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -130,7 +119,7 @@ impl<'a, T: Number> Bench<'a, T> {
     /// Sets the input to zero, so that repeated sums stay finite.
     pub(super) fn clear(&mut self) {
         if let Some((input, _)) = &mut self.vectors {
-            input.fill(T::of(0.0));
+            self.memory.fill(input, T::of(0.0));
         }
     }
 
@@ -184,9 +173,11 @@ impl<'a, T: Number> Bench<'a, T> {
     }
 
     /// Whether the result of the first call is right.
-    pub(super) fn is_right(&self) -> bool {
+    pub(super) fn is_right(&self) -> Result<bool> {
         let (rank, world_size) = (self.group.rank(), self.group.world_size());
-        let Some((input, output)) = &self.vectors else { return false };
+        let Some((input, output)) = &self.vectors else { return Ok(false) };
+        let input = self.memory.read(input)?;
+        let output = output.as_ref().map(|output| self.memory.read(output)).transpose()?;
         let all_are = |vector: &[T], expected: f64| vector.iter().all(|value| value.is_close_to(expected));
         let total = (world_size * (world_size + 1) / 2) as f64;
         let blocks = |output: &[T]| {
@@ -200,19 +191,19 @@ impl<'a, T: Number> Bench<'a, T> {
                 all_are(block, other as f64 + 1.0)
             })
         };
-        match (self.op, output) {
+        Ok(match (self.op, output.as_deref()) {
             (Op::Barrier, None) => true,
-            (Op::AllReduce, None) => all_are(input, total),
-            (Op::Reduce, None) => rank != Rank::ROOT || all_are(input, total),
-            (Op::Broadcast, None) => all_are(input, 1.0),
-            (Op::Send, None) => rank.0 > 1 || all_are(input, 1.0),
+            (Op::AllReduce, None) => all_are(&input, total),
+            (Op::Reduce, None) => rank != Rank::ROOT || all_are(&input, total),
+            (Op::Broadcast, None) => all_are(&input, 1.0),
+            (Op::Send, None) => rank.0 > 1 || all_are(&input, 1.0),
             (Op::ReduceScatter, Some(output)) => all_are(output, total),
             (Op::AllGather | Op::AllToAll, Some(output)) => blocks(output),
             (Op::AllToAllVariable, Some(output)) => blocks_of_any_lengths(output),
             (Op::Gather, Some(output)) => rank != Rank::ROOT || blocks(output),
             (Op::Scatter, Some(output)) => all_are(output, 1.0),
             _ => false,
-        }
+        })
     }
 }
 

@@ -15,6 +15,7 @@ impl Cpu {
             ElementwiseCall::RoundStochastically { x, seed, position, mut y } => {
                 self.round_stochastically(x.f32s(self), seed, position, y.elements::<Bf16>(self));
             }
+            ElementwiseCall::Stream { mut memory, traffic } => self.stream(traffic, memory.u32s(self)),
             ElementwiseCall::Copy { x, mut y } => y.bytes(self).copy_from_slice(x.bytes(self)),
             ElementwiseCall::Activate { x, mut y, activation } => with_element!(x.dtype() => |T| {
                 self.activate::<T>(activation, x.elements(self), y.elements(self));

@@ -116,15 +116,15 @@ impl LockedFile {
 }
 
 impl Blas {
-    /// Returns the algorithm for a kind of matmul, which stays the same within a run.
-    pub(super) fn algorithm(&self, problem: &Problem<'_>) -> Result<Algorithm, CudaError> {
+    /// Returns the algorithm for a kind of matmul, which stays the same within a run. `None` if the library has none.
+    pub(super) fn algorithm(&self, problem: &Problem<'_>) -> Result<Option<Algorithm>, CudaError> {
         let mut algorithms = self.algorithms.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(algorithm) = algorithms.get(&problem.kind) {
             return Ok(*algorithm);
         }
         let algorithm = match &self.file {
             Some(file) => self.fastest(file, problem)?,
-            None => self.proposals(problem, 1)?[0],
+            None => self.proposals(problem, 1)?.first().copied(),
         };
         algorithms.insert(problem.kind, algorithm);
         Ok(algorithm)
@@ -133,16 +133,17 @@ impl Blas {
     /// Returns the algorithm that the file has for a matmul, or measures which is the fastest and writes it to the file. Without memory for
     /// another result, chooses what the library expects to be the fastest. Fails if the file cannot be used, because other workers might
     /// then choose another algorithm.
-    fn fastest(&self, file: &AlgorithmFile, problem: &Problem<'_>) -> Result<Algorithm, CudaError> {
+    fn fastest(&self, file: &AlgorithmFile, problem: &Problem<'_>) -> Result<Option<Algorithm>, CudaError> {
         // Earlier jobs may wait for other workers, which must not wait for this one meanwhile.
         self.context.synchronize(problem.stream.cast())?;
         let mut locked = file.lock().map_err(|source| file.error(source))?;
         let kind = format!("{:?}", problem.kind);
         if let Some(known) = locked.find(&kind).and_then(|algorithm| self.checked(problem, algorithm)) {
-            return Ok(known);
+            return Ok(Some(known));
         }
         let proposals = self.proposals(problem, NUM_PROPOSALS)?;
-        let mut fastest = (f32::INFINITY, proposals[0]);
+        let Some(first) = proposals.first() else { return Ok(None) };
+        let mut fastest = (f32::INFINITY, *first);
         if let Ok(result) = TemporaryMemory::allocate(&self.context, problem.arrays.out.num_bytes()) {
             for proposal in proposals {
                 let time = self.time(problem, &proposal, &result)?;
@@ -152,7 +153,7 @@ impl Blas {
             }
         }
         locked.append(&kind, &fastest.1.algorithm).map_err(|source| file.error(source))?;
-        Ok(fastest.1)
+        Ok(Some(fastest.1))
     }
 
     /// Returns the milliseconds that an algorithm takes; infinity if it cannot run this matmul.
@@ -202,7 +203,7 @@ impl Blas {
         fits.then_some(Algorithm { algorithm, workspace_bytes })
     }
 
-    /// Returns at most `num` algorithms, the one that the library expects to be the fastest first. There is at least one.
+    /// Returns at most `num` algorithms, the one that the library expects to be the fastest first.
     fn proposals(&self, problem: &Problem<'_>, num: usize) -> Result<Vec<Algorithm>, CudaError> {
         use blas::cublasLtMatmulPreferenceAttributes_t as attributes;
         let api = self.api();
@@ -223,23 +224,24 @@ impl Blas {
             [const { MaybeUninit::<blas::cublasLtMatmulHeuristicResult_t>::uninit() }; NUM_PROPOSALS];
         let mut num_found = 0;
         // SAFETY: handles of the library. Writes at most as many results as are asked for and there is room for, and their number.
-        unsafe {
-            call!(
-                api,
-                cublasLtMatmulAlgoGetHeuristic(
-                    self.handle,
-                    problem.description.0,
-                    first,
-                    second,
-                    out,
-                    out,
-                    preference.0,
-                    num.min(NUM_PROPOSALS) as i32,
-                    found.as_mut_ptr().cast(),
-                    &mut num_found,
-                )
-            )?;
+        let status = unsafe {
+            (api.cublasLtMatmulAlgoGetHeuristic)(
+                self.handle,
+                problem.description.0,
+                first,
+                second,
+                out,
+                out,
+                preference.0,
+                num.min(NUM_PROPOSALS) as i32,
+                found.as_mut_ptr().cast(),
+                &mut num_found,
+            )
+        };
+        if status == blas::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as u32 {
+            return Ok(Vec::new());
         }
+        api.check("cublasLtMatmulAlgoGetHeuristic", status)?;
         let of = |found: &MaybeUninit<blas::cublasLtMatmulHeuristicResult_t>| {
             let found = found.as_ptr();
             // SAFETY: written by the library. The fields have no invalid values, as a number in place of an enumeration has none.
@@ -253,10 +255,6 @@ impl Blas {
         };
         let found: Vec<Algorithm> =
             found[..num_found.clamp(0, NUM_PROPOSALS as i32) as usize].iter().filter_map(of).collect();
-        if found.is_empty() {
-            let name = format!("no algorithm for {:?}", problem.kind);
-            return Err(CudaError::Call { function: "cublasLtMatmulAlgoGetHeuristic", name });
-        }
         Ok(found)
     }
 }

@@ -1,6 +1,10 @@
 use super::super::Cuda;
 use crate::kernels::call::ElementwiseCall;
 use crate::kernels::cpu::dropout::threshold_and_scale;
+use trireme_base::Traffic;
+
+/// Size of `StreamVector` in `sources/elementwise.cu`.
+const STREAM_VECTOR_BYTES: usize = 16;
 
 impl Cuda {
     pub(super) fn run_elementwise(&self, call: &ElementwiseCall) {
@@ -13,6 +17,16 @@ impl Cuda {
             ElementwiseCall::RoundStochastically { x, seed, position, y } => {
                 let launch = self.kernel("round_stochastically", &[]);
                 launch.arg(x).arg(seed).arg(position).arg(y).over_elements(x.shape());
+            }
+            ElementwiseCall::Stream { memory, traffic } => {
+                let Traffic { updated, read, written } = *traffic;
+                let [updated, read, written] =
+                    [updated, read, written].map(|bytes| bytes / STREAM_VECTOR_BYTES);
+                let num = updated.max(read).max(written);
+                self.kernel("stream", &[])
+                    .arg(memory)
+                    .arg([updated, read, written])
+                    .over_elements([num].into());
             }
             ElementwiseCall::Copy { x, y } => self.copy_on_device(*x, y),
             ElementwiseCall::Activate { x, y, activation } => {

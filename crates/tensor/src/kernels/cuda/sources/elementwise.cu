@@ -24,6 +24,58 @@ extern "C" __global__ void round_stochastically(const float* x, u32 seed, u64 po
     }
 }
 
+// Sixteen bytes, which one instruction loads or stores.
+struct alignas(16) StreamVector {
+    u32 words[4];
+};
+
+// Numbers of vectors that `stream` updates, reads and writes. The three parts follow each other in memory.
+struct StreamParts {
+    u64 num_updated, num_read, num_written;
+};
+
+// Increments the updated vectors, loads those that are read, and stores those that are written.
+extern "C" __global__ void stream(StreamVector* memory, StreamParts parts, u64 num) {
+    const StreamVector* from = memory + parts.num_updated;
+    StreamVector* to = memory + parts.num_updated + parts.num_read;
+    u32 bits = 0;
+    FOR_EACH_ELEMENT(i, num) {
+        if (i < parts.num_updated) {
+            StreamVector vector = memory[i];
+            for (u32& word : vector.words) {
+                word += 1;
+            }
+            memory[i] = vector;
+        }
+        StreamVector vector = {};
+        if (i < parts.num_read) {
+            vector = from[i];
+        }
+        if (i < parts.num_written) {
+            to[i] = vector;
+        }
+        for (u32 word : vector.words) {
+            bits |= word;
+        }
+    }
+    // Without a use of the bits, the compiler would omit the loads.
+    if (bits == 0x9e3779b9) {
+        memory[0].words[0] = bits;
+    }
+}
+
+// Keeps the stream busy: each round depends on the one before. `unused` is null.
+extern "C" __global__ void delay(u64 num_rounds, float* unused) {
+    float value = 0.0f;
+    for (u64 round = 0; threadIdx.x == 0 && round < num_rounds; round++) {
+        value = value * 0.5f + 1.0f;
+    }
+    // Without a use of the value, the compiler would omit the loop. It stays below 2.
+    if (value > 3.0f) {
+        *unused = value;
+    }
+}
+
 #define ADD_ASSIGN(T)                                                                  \
     extern "C" __global__ void add_assign_##T(T* out, const T* term, u64 num) {        \
         FOR_EACH_ELEMENT(i, num) {                                                     \
