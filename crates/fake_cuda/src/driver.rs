@@ -317,6 +317,11 @@ unsafe extern "C" fn cuEventSynchronize(event: u64) -> CUresult {
 }
 
 #[unsafe(no_mangle)]
+unsafe extern "C" fn cuEventQuery(event: u64) -> CUresult {
+    call_in_context(|driver| if driver.query_event(event)? { Ok(()) } else { Err(CUDA_ERROR_NOT_READY) })
+}
+
+#[unsafe(no_mangle)]
 extern "C" fn cuEventElapsedTime(milliseconds: Out<'_, f32>, start: u64, end: u64) -> CUresult {
     call_in_context(|driver| {
         milliseconds.write(driver.elapsed(start, end)?);

@@ -200,6 +200,12 @@ impl Driver {
         self.try_run_until(|driver| driver.is_recorded(event, recording))
     }
 
+    /// Returns whether an event has been reached as often as it was recorded.
+    pub(crate) fn query_event(&self, event: u64) -> Result<bool, CUresult> {
+        let recording = self.events.get(&event).ok_or(CUDA_ERROR_INVALID_HANDLE)?.num_recorded;
+        Ok(self.is_recorded(event, recording))
+    }
+
     /// Returns the milliseconds between two events, which must have been recorded with their times.
     pub(crate) fn elapsed(&self, start: u64, end: u64) -> Result<f32, CUresult> {
         let time = |event: u64| {

@@ -75,8 +75,8 @@ fn num_sharing(gpus: &[LocalGpu], worker: usize) -> usize {
 }
 
 /// Returns the memory that the GPU of a worker has for a step, without the memory that is left for CUDA and NCCL: a part of it if workers
-/// of the host [share](num_sharing) it. Unlimited if workers have no GPUs, or if this machine is not the one that trains; 0 if there are fewer
-/// GPUs than workers.
+/// of the host [share](num_sharing) it. Unlimited if workers have no GPUs, or if this machine is not the one that trains; 0 if there are
+/// fewer GPUs than workers.
 fn gpu_bytes(config: &Config, workers: Workers<'_>) -> usize {
     let gpus = match local_gpus(config, workers.local_world_size) {
         Ok(gpus) => gpus,

@@ -117,7 +117,9 @@ impl Timings {
             if reads_what_it_writes {
                 restore();
             }
-            backend.time(&mut || backend.run(call.clone()))
+            // Cloned before the time begins.
+            let mut call = Some(call.clone());
+            backend.time(&mut || call.take().into_iter().for_each(|call| backend.run(call)))
         });
         restore();
         let Ok(timing) = timing else { return };

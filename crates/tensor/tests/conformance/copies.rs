@@ -330,3 +330,25 @@ fn races_with_copies_are_detected() {
         }
     }
 }
+
+/// The uploads have more bytes than the pinned buffers of a GPU, and more than one of them has.
+#[test]
+fn uploaded_values_may_be_overwritten() {
+    let are_right = on_all(|device| {
+        let mut tensors = Vec::new();
+        for round in 0..9 {
+            for len in [1, 20_000, 300_000, 1_500_000] {
+                let value = (round * len) as f32;
+                let mut values = vec![value; len];
+                let mut tensor = empty(device, [len], DType::F32);
+                device.upload(&values, tensor.view_mut());
+                values.fill(f32::NAN);
+                tensors.push((tensor, value));
+            }
+        }
+        tensors
+            .iter()
+            .all(|(tensor, value)| device.read(tensor.view()).unwrap().iter().all(|read: &f32| read == value))
+    });
+    assert!(are_right);
+}

@@ -179,7 +179,7 @@ fn push_action(events: &mut Vec<Event<'static>>, step: u64, began: u64, pid: usi
             step: Some(step),
             unit: Some(action.unit()),
             microbatch: action.microbatch(),
-            issued: Some(microseconds(issued)),
+            issued: (cat != KERNELS).then(|| microseconds(issued)),
             product_flops: Some(product_flops).filter(|flops| *flops > 0 && is_action),
             kernels: kernels.filter(|_| is_action).map(|times| times.map(microseconds)),
             name: None,

@@ -107,6 +107,8 @@ fn other_files_are_refused() {
         ("\"dur\":0.6", "\"dur\":60.0", "begins before the previous one has ended"),
         ("\"ts\":105.4,\"dur\":0.6", "\"ts\":105.4,\"dur\":1e11", "step 20 takes longer than a day"),
         ("\"issued\":1.0", "\"issued\":9.0", "is not an action with valid times"),
+        ("[1.5,3.5]", "[3.5,1.5]", "is not an action with valid times"),
+        ("[1.5,3.5]", "[0.5,3.5]", "is not an action with valid times"),
         ("\"step\":20,\"unit\"", "\"stop\":20,\"unit\"", "has no step"),
         ("\"step\":20,\"model", "\"step\":30,\"model", "does not tell how long step 20 took"),
         ("[6500,6500]", "[6500]", "does not fit its ranks"),

@@ -73,6 +73,7 @@ functions! {
         cuEventDestroy_v2(cuda::CUevent);
         cuEventRecord(cuda::CUevent, cuda::CUstream);
         cuEventSynchronize(cuda::CUevent);
+        cuEventQuery(cuda::CUevent);
         cuEventElapsedTime(*mut f32, cuda::CUevent, cuda::CUevent);
         cuMemHostRegister_v2(*mut c_void, usize, c_uint);
         cuMemHostUnregister(*mut c_void);

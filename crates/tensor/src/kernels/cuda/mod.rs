@@ -18,6 +18,7 @@ mod matmul;
 mod nccl;
 mod run;
 mod stream;
+mod uploads;
 
 pub(crate) use context::{DeviceAddresses, TimedEvent};
 pub use error::CudaError;
@@ -39,6 +40,7 @@ use std::panic::Location;
 use std::sync::Arc;
 use stream::Streams;
 use trireme_base::{DeviceTransport, Event};
+use uploads::Uploads;
 
 /// Options of a CUDA device.
 #[derive(Debug, Clone, Copy, Default)]
@@ -64,6 +66,7 @@ pub(crate) struct Cuda {
     context: Arc<Context>,
     streams: Streams,
     blas: Blas,
+    uploads: Uploads,
 }
 
 impl Cuda {
@@ -74,7 +77,8 @@ impl Cuda {
         let addresses = DeviceAddresses::reserve(&context)?;
         let (streams, blas) =
             (Streams::start(&context)?, Blas::open(&context, options.allow_tf32, options.time_matmuls)?);
-        Ok((Cuda { context, streams, blas }, addresses))
+        let uploads = Uploads::new(&context);
+        Ok((Cuda { context, streams, blas, uploads }, addresses))
     }
 
     /// Copies memory on the device.
@@ -148,6 +152,9 @@ impl Backend for Cuda {
         let to = to.as_operand().addresses().start as u64;
         self.issue(|| {
             let stream = self.streams.handle(Stream::Compute);
+            if self.uploads.copy(from, to, stream)? {
+                return Ok(());
+            }
             // SAFETY: as in `copy_on_device`. The driver has read the host's memory when the function returns, unless it is pinned.
             unsafe { call!(driver, cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream))? };
             if self.context.is_pinned(from) { self.context.synchronize(stream) } else { Ok(()) }
