@@ -195,7 +195,7 @@ fn speed_rows(
 pub(super) fn kernels(programs: &Programs, rows: &mut Vec<Row>) -> Result<()> {
     let mut command = programs.trireme();
     let (model, shape, seconds) = if programs.is_quick() {
-        ("configs/models/small", "--batch 1 --seq 8", "0")
+        ("configs/models/gpt2-11m", "--batch 1 --seq 8", "0")
     } else {
         ("configs/models/gpt2-124m", "--batch 16 --seq 1024", "0.05")
     };
