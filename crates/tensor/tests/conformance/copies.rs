@@ -331,7 +331,7 @@ fn races_with_copies_are_detected() {
     }
 }
 
-/// The uploads have more bytes than the pinned buffers of a GPU, and more than one of them has.
+/// The uploads have more bytes than the pinned buffers of a GPU together, and some have more than one of them.
 #[test]
 fn uploaded_values_may_be_overwritten() {
     let are_right = on_all(|device| {

@@ -192,11 +192,11 @@ impl Arena {
     /// Allocates a block with unspecified contents for an array.
     pub(crate) fn allocate(self: &Arc<Self>, array: (Shape, DType), category: Category) -> Result<Block> {
         let len = num_bytes(array, category)?;
-        let offset = Some(self.allocate_offset(array, len, category)?);
-        Ok(Block { arena: Arc::clone(self), offset, len, category })
+        let place = Some(self.allocate_place(array, len, category)?);
+        Ok(Block { arena: Arc::clone(self), place, len, category })
     }
 
-    fn allocate_offset(&self, array: (Shape, DType), len: usize, category: Category) -> Result<usize> {
+    fn allocate_place(&self, array: (Shape, DType), len: usize, category: Category) -> Result<Place> {
         // Checked first, so that no later addition overflows.
         self.check_room(len, category)?;
         let padded = len.next_multiple_of(ALIGNMENT);
@@ -218,13 +218,13 @@ impl Arena {
             self.counter.uncharge(category, padded);
             return Err(self.refused(&blocks, len, category, source));
         }
-        blocks.in_use.insert(offset, array, category);
+        let slot = blocks.in_use.insert(array, category);
         drop(blocks);
         if let Some(backend) = self.backend.get() {
             let start = self.memory.address(offset);
             backend.reuse(OperandMut::new(Operand::new(start, padded, ([padded].into(), DType::U8), true)));
         }
-        Ok(offset)
+        Ok(Place { offset, slot })
     }
 
     /// Makes the bytes before `end` accessible.
@@ -246,9 +246,16 @@ impl Arena {
 pub(crate) struct Block {
     arena: Arc<Arena>,
     /// `None` while the memory is released.
-    offset: Option<usize>,
+    place: Option<Place>,
     len: usize,
     category: Category,
+}
+
+/// The offset of a block in the arena, and its slot in the list of blocks in use.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    offset: usize,
+    slot: usize,
 }
 
 /// Returns the bytes of an array.
@@ -272,27 +279,24 @@ impl Block {
 
     /// Frees the memory, and with it its contents.
     pub(crate) fn release(&mut self) {
-        let Some(offset) = self.offset.take() else { return };
+        let Some(Place { offset, slot }) = self.place.take() else { return };
         let padded = self.len.next_multiple_of(ALIGNMENT);
         self.arena.counter.uncharge(self.category, padded);
         let mut state = self.arena.lock_state();
         state.free.free(offset, padded);
-        // Another block may begin where an empty one is.
-        if padded > 0 {
-            state.in_use.remove(offset);
-        }
+        state.in_use.remove(slot);
     }
 
     /// Allocates memory again for an array of the same size, with unspecified contents.
     pub(crate) fn reallocate(&mut self, array: (Shape, DType)) -> Result<()> {
-        if self.offset.is_none() {
-            self.offset = Some(self.arena.allocate_offset(array, self.len, self.category)?);
+        if self.place.is_none() {
+            self.place = Some(self.arena.allocate_place(array, self.len, self.category)?);
         }
         Ok(())
     }
 
     fn offset(&self) -> usize {
-        self.offset.expect("memory is here when it is worked with")
+        self.place.expect("memory is here when it is worked with").offset
     }
 
     /// Returns the block as an array of a shape and dtype. Panics if its memory is released.

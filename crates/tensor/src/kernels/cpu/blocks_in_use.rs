@@ -6,14 +6,11 @@ use trireme_base::{Bytes, Category, DType};
 /// Number of kinds of blocks that a message lists.
 const NUM_LARGEST: usize = 3;
 
-/// The blocks in use, in the order of their addresses. Blocks without bytes are left out.
+/// The arrays of the blocks in use, each in a slot.
 #[derive(Debug)]
-pub(super) struct BlocksInUse(Vec<BlockInUse>);
-
-#[derive(Debug, Clone, Copy)]
-struct BlockInUse {
-    offset: usize,
-    kind: Kind,
+pub(super) struct BlocksInUse {
+    slots: Vec<Option<Kind>>,
+    vacant: Vec<usize>,
 }
 
 /// The array that a block was allocated for.
@@ -32,35 +29,32 @@ impl Kind {
 
 impl BlocksInUse {
     pub(super) fn new() -> Self {
-        // Room for more blocks than a step uses, so that the list does not grow in steady state.
-        BlocksInUse(Vec::with_capacity(4096))
+        // Room for more blocks than a step uses, so that the lists do not grow in steady state.
+        BlocksInUse { slots: Vec::with_capacity(4096), vacant: Vec::with_capacity(4096) }
     }
 
-    fn index_of(&self, offset: usize) -> usize {
-        self.0.partition_point(|block| block.offset < offset)
+    /// Adds a block. Returns its slot.
+    pub(super) fn insert(&mut self, (shape, dtype): (Shape, DType), category: Category) -> usize {
+        let slot = self.vacant.pop().unwrap_or_else(|| {
+            self.slots.push(None);
+            self.slots.len() - 1
+        });
+        self.slots[slot] = Some(Kind { category, shape, dtype });
+        slot
     }
 
-    pub(super) fn insert(&mut self, offset: usize, (shape, dtype): (Shape, DType), category: Category) {
-        let block = BlockInUse { offset, kind: Kind { category, shape, dtype } };
-        if block.kind.num_bytes() > 0 {
-            self.0.insert(self.index_of(offset), block);
-        }
-    }
-
-    pub(super) fn remove(&mut self, offset: usize) {
-        let index = self.index_of(offset);
-        if self.0.get(index).is_some_and(|block| block.offset == offset) {
-            self.0.remove(index);
-        }
+    pub(super) fn remove(&mut self, slot: usize) {
+        self.slots[slot] = None;
+        self.vacant.push(slot);
     }
 
     /// Describes the kinds of blocks that use the most memory. Empty if no blocks are in use.
     pub(super) fn describe_largest(&self) -> String {
         let mut kinds: Vec<(Kind, usize)> = Vec::new();
-        for block in &self.0 {
-            match kinds.iter_mut().find(|(kind, _)| *kind == block.kind) {
+        for used in self.slots.iter().flatten() {
+            match kinds.iter_mut().find(|(kind, _)| kind == used) {
                 Some((_, num)) => *num += 1,
-                None => kinds.push((block.kind, 1)),
+                None => kinds.push((*used, 1)),
             }
         }
         let total = |(kind, num): (Kind, usize)| kind.num_bytes() * num;
@@ -83,19 +77,17 @@ mod tests {
         let mut blocks = BlocksInUse::new();
         assert_eq!(blocks.describe_largest(), "");
         let (matrix, vector) = (([256, 4].into(), DType::F32), ([1024].into(), DType::Bf16));
-        blocks.insert(8192, matrix, Category::Activations);
-        blocks.insert(4096, vector, Category::Parameters);
-        blocks.insert(6144, vector, Category::Parameters);
-        blocks.insert(4096, ([0].into(), DType::F32), Category::Gradients);
-        blocks.insert(0, vector, Category::Parameters);
-        blocks.insert(20480, ([1].into(), DType::U8), Category::Gradients);
-        blocks.insert(20544, ([2].into(), DType::U8), Category::Gradients);
-        let matrices = "1 [256, 4] in f32 for activations, 4.00KiB each";
-        let vectors = |num: usize| format!("{num} [1024] in bf16 for parameters, 2.00KiB each");
+        blocks.insert(matrix, Category::Activations);
+        let vectors = [(); 3].map(|()| blocks.insert(vector, Category::Parameters));
+        blocks.insert(([1].into(), DType::U8), Category::Gradients);
+        blocks.insert(([2].into(), DType::U8), Category::Gradients);
+        let matrix = "1 [256, 4] in f32 for activations, 4.00KiB each";
+        let of_vectors = |num: usize| format!("{num} [1024] in bf16 for parameters, 2.00KiB each");
         let bytes = "1 [2] in u8 for gradients, 2B each";
-        assert_eq!(blocks.describe_largest(), format!("{}; {matrices}; {bytes}", vectors(3)));
-        blocks.remove(6144);
-        blocks.remove(4096);
-        assert_eq!(blocks.describe_largest(), format!("{matrices}; {}; {bytes}", vectors(1)));
+        assert_eq!(blocks.describe_largest(), format!("{}; {matrix}; {bytes}", of_vectors(3)));
+        blocks.remove(vectors[0]);
+        blocks.remove(vectors[2]);
+        assert_eq!(blocks.describe_largest(), format!("{matrix}; {}; {bytes}", of_vectors(1)));
+        assert_eq!(blocks.insert(vector, Category::Parameters), vectors[2], "slots are used again");
     }
 }

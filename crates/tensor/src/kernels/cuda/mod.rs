@@ -3,7 +3,7 @@
 //! Kernels are CUDA C++ (`sources/`), which NVRTC compiles for the GPU at hand. CUDA's libraries are loaded when a device is opened, so the
 //! program needs none of them to start. Expressions are translated to CUDA C++ and compiled when they are first issued (`expression.rs`).
 //!
-//! The host never waits for a kernel, except in downloads and to time matmuls. A failure is recorded, and all events that are pending or
+//! The host waits for kernels only in downloads, in uploads of many bytes, and to measure times. A failure is recorded, and all events that are pending or
 //! recorded later fail with its cause.
 
 mod api;
@@ -148,6 +148,9 @@ impl Backend for Cuda {
 
     fn upload(&self, from: &[u8], to: OperandMut) {
         assert_eq!(from.len(), to.num_bytes());
+        if from.is_empty() {
+            return;
+        }
         let driver = &self.context.installation.driver;
         let to = to.as_operand().addresses().start as u64;
         self.issue(|| {

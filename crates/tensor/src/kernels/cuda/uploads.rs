@@ -10,14 +10,14 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Size of the smallest buffer; sizes are powers of two.
-const BUFFER_BYTES_MIN: usize = 64 << 10;
+/// Size of the largest upload that the driver copies to memory of its own at once ("CUDA Runtime API", "API synchronization behavior").
+const DIRECT_BYTES_MAX: usize = 64 << 10;
 
-/// Size of the largest upload through pinned memory: the ids of a million tokens.
+/// Size of the largest upload through pinned memory: the ids of a million tokens. Sizes of buffers are powers of two.
 const BUFFER_BYTES_MAX: usize = 4 << 20;
 
-/// Maximum size of all buffers together. Plans count them as memory of the process.
-const BYTES_MAX: usize = 16 << 20;
+/// Maximum size of all buffers together. Plans leave 16 MiB for the memory of a process that they do not count.
+const BYTES_MAX: usize = 8 << 20;
 
 /// Alignment of pinned memory: a page.
 const ALIGNMENT: usize = 4096;
@@ -70,15 +70,21 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         let driver = &self.context.installation.driver;
         let _ = self.context.enter();
-        // SAFETY: an event of this context; the GPU does not read the memory any more when it is complete. Its event and the memory are
-        // not used after this.
-        unsafe {
-            if !self.copied.is_null() {
-                let _ = (driver.cuEventSynchronize)(self.copied);
+        // SAFETY: an event of this context, which is not used after this.
+        let has_run = unsafe {
+            self.copied.is_null() || {
+                let has_run = (driver.cuEventSynchronize)(self.copied) == 0;
                 let _ = (driver.cuEventDestroy_v2)(self.copied);
+                has_run
             }
+        };
+        if has_run {
             drop(self.pinning.take());
-            dealloc(self.start.as_ptr(), self.layout);
+            // SAFETY: allocated by `new`. The GPU does not read it any more.
+            unsafe { dealloc(self.start.as_ptr(), self.layout) };
+        } else {
+            // The GPU may still read the memory.
+            std::mem::forget(self.pinning.take());
         }
     }
 }
@@ -88,38 +94,34 @@ impl Uploads {
         Uploads { context: Arc::clone(context), buffers: Mutex::default() }
     }
 
-    /// Copies bytes to the device's memory at `to`, on a stream. The bytes may be overwritten when this returns. Waits only if the buffers
-    /// are in use and there is no room for another. Returns false, without a copy, if there are too many bytes.
+    /// Copies bytes to the device's memory at `to`, on a stream. The bytes may be overwritten when this returns. Waits only if all buffers
+    /// are in use and there is no room for another. Returns false, without a copy, if the driver can copy so few bytes as well, or if they
+    /// are too many.
     pub(super) fn copy(
         &self,
         from: &[u8],
         to: cuda::CUdeviceptr,
         stream: cuda::CUstream,
     ) -> Result<bool, CudaError> {
-        if from.len() > BUFFER_BYTES_MAX {
+        if from.len() <= DIRECT_BYTES_MAX || from.len() > BUFFER_BYTES_MAX {
             return Ok(false);
         }
         let driver = &self.context.installation.driver;
-        let num_bytes = from.len().next_power_of_two().max(BUFFER_BYTES_MIN);
+        let num_bytes = from.len().next_power_of_two();
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        let of_size = |buffer: &Buffer| buffer.layout.size() == num_bytes;
-        let has_room = |buffers: &[Buffer]| {
-            buffers.iter().map(|buffer| buffer.layout.size()).sum::<usize>() + num_bytes <= BYTES_MAX
-        };
-        // Buffers are in the order of their last use.
-        let free = buffers.iter().position(|buffer| of_size(buffer) && buffer.is_free());
-        let used = || buffers.iter().position(of_size).filter(|_| !has_room(&buffers));
-        let buffer = match free.or_else(used) {
+        // Buffers are in the order of their last copies, which run in this order.
+        let first = buffers.iter().position(|buffer| buffer.layout.size() >= num_bytes);
+        let buffer = match first.filter(|&index| buffers[index].is_free()) {
             Some(index) => buffers.remove(index),
             None => {
-                while !has_room(&buffers) {
+                let size =
+                    |buffers: &[Buffer]| buffers.iter().map(|buffer| buffer.layout.size()).sum::<usize>();
+                while size(&buffers) + num_bytes > BYTES_MAX {
                     buffers.remove(0);
                 }
                 Buffer::new(&self.context, num_bytes)?
             }
         };
-        // SAFETY: an event of this context.
-        unsafe { call!(driver, cuEventSynchronize(buffer.copied))? };
         // SAFETY: the buffer has as many bytes, and no copy reads it. It lives until the copy has run, because `drop` waits for the event.
         // The device's memory outlives the copy (see `kernels::operand`).
         let copied = unsafe {

@@ -151,6 +151,11 @@ impl Blas {
                     fastest = (time, proposal);
                 }
             }
+            if fastest.0.is_infinite() {
+                // A GPU that was lost is an error, and not for lack of an algorithm.
+                self.context.synchronize(problem.stream.cast())?;
+                return Ok(None);
+            }
         }
         locked.append(&kind, &fastest.1.algorithm).map_err(|source| file.error(source))?;
         Ok(Some(fastest.1))
