@@ -68,7 +68,7 @@ pub(super) fn losses(programs: &Programs, rows: &mut Vec<Row>) -> Result<()> {
     Ok(())
 }
 
-/// Compares the losses of layouts of two workers with those of one GPU. Without a second GPU, the workers share the first one.
+/// Compares the losses of layouts of two workers with the losses of one GPU. Without a second GPU, both workers use the first one.
 pub(super) fn layouts(programs: &Programs, rows: &mut Vec<Row>) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let batch =

@@ -130,6 +130,11 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_help_names_all_parts() {
+        assert!(parts().iter().all(|part| HELP.contains(&part.name)));
+    }
+
+    #[test]
     fn parts_are_chosen_by_their_names() {
         assert_eq!(chosen_parts(&[]).unwrap().len(), 6 + speed::MODELS.len());
         let names = ["losses".to_owned(), "step-gpt2-124m".to_owned()];

@@ -9,13 +9,11 @@ use std::io::{Read, Seek};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 /// Suites of the crate `trireme-tensor` that a backend must pass.
 pub(super) const SUITES: [&str; 2] = ["conformance", "operations"];
-
-/// Time between two checks whether a program has ended.
-const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The programs, and the machine that they run on.
 #[derive(Debug, Clone)]
@@ -158,17 +156,23 @@ impl Programs {
         // A group of its own, so that what the program starts ends with it.
         let mut child =
             command.process_group(0).spawn().with_context(|| format!("cannot start {}", line(command)))?;
-        let status = loop {
-            if let Some(status) = child.try_wait()? {
-                break status;
-            }
-            if self.ends_at.is_some_and(|end| Instant::now() > end) {
-                kill_process_group(Pid::from_child(&child), Signal::KILL)?;
-                child.wait()?;
-                bail!("{} was ended: the part has taken too long", line(command));
-            }
-            std::thread::sleep(POLL_INTERVAL);
-        };
+        let group = Pid::from_child(&child);
+        let remaining =
+            self.ends_at.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()));
+        let (end_sender, end_receiver) = mpsc::channel::<()>();
+        let (status, was_ended) = std::thread::scope(|scope| {
+            let guard = scope.spawn(move || {
+                end_receiver.recv_timeout(remaining) == Err(RecvTimeoutError::Timeout)
+                    && kill_process_group(group, Signal::KILL).is_ok()
+            });
+            let status = child.wait();
+            drop(end_sender);
+            (status, guard.join().expect("the guard does not panic"))
+        });
+        let status = status?;
+        if was_ended {
+            bail!("{} was ended: the part has taken too long", line(command));
+        }
         let read = |file: &mut fs::File| -> Result<String> {
             let mut bytes = Vec::new();
             file.rewind()?;

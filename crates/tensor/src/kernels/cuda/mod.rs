@@ -3,8 +3,8 @@
 //! Kernels are CUDA C++ (`sources/`), which NVRTC compiles for the GPU at hand. CUDA's libraries are loaded when a device is opened, so the
 //! program needs none of them to start. Expressions are translated to CUDA C++ and compiled when they are first issued (`expression.rs`).
 //!
-//! The host waits for kernels only in downloads, in uploads of many bytes, and to measure times. A failure is recorded, and all events that are pending or
-//! recorded later fail with its cause.
+//! The host waits for kernels only in downloads, in uploads of many bytes, and to measure times. A failure is recorded, and all events that
+//! are pending or recorded later fail with its cause.
 
 mod api;
 mod blas;

@@ -70,7 +70,7 @@ extern "C" __global__ void delay(u64 num_rounds, float* unused) {
     for (u64 round = 0; threadIdx.x == 0 && round < num_rounds; round++) {
         value = value * 0.5f + 1.0f;
     }
-    // Without a use of the value, the compiler would omit the loop. It stays below 2.
+    // Without a use of the value, the compiler would omit the loop. It is at most 2.
     if (value > 3.0f) {
         *unused = value;
     }
