@@ -19,7 +19,7 @@ mod peer;
 use crate::call::{Call, CallStatistics};
 use crate::error::{CommError, GroupDeadlock};
 use crate::notice::{NOTICE_BYTES, Notice, NoticeKind};
-use crate::recorder::{GroupRecorder, PLACES_WAIT_MAX, ReportedPlace};
+use crate::recorder::{GroupRecorder, ReportedPlace};
 use peer::{ControlConnection, ControlLink, Ending, Peer};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use rustix::io::Errno;
@@ -131,9 +131,9 @@ impl Control {
         has_failure && !std::mem::replace(&mut self.has_seen_failure, true)
     }
 
-    /// Waits up to [`PLACES_WAIT_MAX`] for each peer to report its place or to end.
+    /// Waits for each peer to report its place or to end, for as long as the recorder's options say.
     pub(crate) fn wait_for_places(&mut self) {
-        let deadline = Instant::now() + PLACES_WAIT_MAX;
+        let deadline = Instant::now() + self.recorder.recorder.peer_reports_timeout();
         loop {
             self.read();
             let is_open =

@@ -138,8 +138,6 @@ impl Engine {
         // Closes the data connections now, so that ranks that wait on them notice. Devices do not wait for each other.
         self.transport.abandon(&mut Payload::Nothing);
         drop(self.transport);
-        if self.recorder.recorder.waits_for_peer_reports() {
-            self.control.wait_for_places();
-        }
+        self.control.wait_for_places();
     }
 }

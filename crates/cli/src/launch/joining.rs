@@ -11,6 +11,7 @@ use crate::hang;
 use crate::hints;
 use anyhow::Result;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use trireme_base::Rank;
 use trireme_comm::{
     CommError, Group, JoinOptions, LineListener, OnRefusal, RecorderOptions, Secret, join, report_failure,
@@ -18,6 +19,9 @@ use trireme_comm::{
 
 /// Environment variable with the secret that all workers of a job share. Only processes of the same user can read it.
 pub(super) const SECRET_VARIABLE: &str = "TRIREME_SECRET";
+
+/// How long a failed worker without Trireme's launcher waits for the other workers to report where they are.
+const PEER_REPORTS_TIMEOUT: Duration = Duration::from_millis(1500);
 
 /// Returns the options of a worker whose place in the world is known; the rest are defaults. The secret comes from the environment, else
 /// from `secret_file`. Connections that are refused while the world joins are reported on standard error.
@@ -131,7 +135,7 @@ pub(crate) fn work_in_world(
     let flight_recorder = RecorderOptions {
         folder: recorder_folder,
         on_stall: Some(on_stall),
-        waits_for_peer_reports: explains_failures,
+        peer_reports_timeout: if explains_failures { PEER_REPORTS_TIMEOUT } else { Duration::ZERO },
     };
     let options = JoinOptions { flight_recorder, ..options };
     let group = join(&options).map_err(|failure| NotJoined::of(failure.into(), options))?;

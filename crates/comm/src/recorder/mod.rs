@@ -41,9 +41,6 @@ use std::time::Duration;
 use trireme_base::{Heartbeat, Rank};
 use writer::ReportWriter;
 
-/// How long a rank whose group has failed waits for its peers to report their places, if the options say so.
-pub(crate) const PLACES_WAIT_MAX: Duration = Duration::from_millis(1500);
-
 /// Number of dropped groups whose records are kept.
 const NUM_DROPPED_KEPT: usize = 8;
 
@@ -57,7 +54,7 @@ struct Shared {
     groups: Mutex<Vec<Arc<GroupLog>>>,
     /// The worst occasion so far. Locked while a report is passed to the writer, so that the last report has the worst occasion.
     worst: Mutex<Occasion>,
-    waits_for_peer_reports: bool,
+    peer_reports_timeout: Duration,
     heartbeat: Heartbeat,
     /// Names of all ranks' hosts, once they are known.
     hosts: OnceLock<Vec<String>>,
@@ -68,19 +65,19 @@ struct Shared {
 impl FlightRecorder {
     /// Creates a recorder that writes no reports.
     pub(crate) fn new(rank: Rank, world_size: usize) -> Self {
-        FlightRecorder::with(rank, world_size, false, None)
+        FlightRecorder::with(rank, world_size, Duration::ZERO, None)
     }
 
     /// Creates a recorder with the given options, and starts its writer.
     pub(crate) fn start(rank: Rank, world_size: usize, options: &RecorderOptions) -> Result<Self, CommError> {
         let writer = ReportWriter::start(rank, options)?;
-        Ok(FlightRecorder::with(rank, world_size, options.waits_for_peer_reports, writer))
+        Ok(FlightRecorder::with(rank, world_size, options.peer_reports_timeout, writer))
     }
 
     fn with(
         rank: Rank,
         world_size: usize,
-        waits_for_peer_reports: bool,
+        peer_reports_timeout: Duration,
         writer: Option<ReportWriter>,
     ) -> Self {
         let (worst, heartbeat) = (Mutex::new(Occasion::Joined), Heartbeat::new());
@@ -90,7 +87,7 @@ impl FlightRecorder {
             world_size,
             groups,
             worst,
-            waits_for_peer_reports,
+            peer_reports_timeout,
             heartbeat,
             hosts,
             writer,
@@ -147,8 +144,8 @@ impl FlightRecorder {
         self.write(Occasion::Stalled);
     }
 
-    pub(crate) fn waits_for_peer_reports(&self) -> bool {
-        self.0.waits_for_peer_reports
+    pub(crate) fn peer_reports_timeout(&self) -> Duration {
+        self.0.peer_reports_timeout
     }
 
     fn report_on(&self, occasion: Occasion) -> RankReport {

@@ -2,6 +2,7 @@
 
 use crate::listener::LineListener;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Options of the flight recorder: its reports of stalls and failures.
 #[derive(Debug, Clone, Default)]
@@ -11,7 +12,7 @@ pub struct RecorderOptions {
     pub folder: Option<PathBuf>,
     /// Receives a line for each operation or message that takes long: once, after half of the timeout or 30 s, whichever is less.
     pub on_stall: Option<LineListener>,
-    /// Whether dropping a failed group waits until the peers have reported their places, for at most 1.5 s. For runs without a launcher
-    /// that reads the files.
-    pub waits_for_peer_reports: bool,
+    /// How long a failed group at most waits, before it ends, for its peers to report their places. Zero by default: a launcher reads the
+    /// files. A process that reports a failure itself needs to wait.
+    pub peer_reports_timeout: Duration,
 }

@@ -377,7 +377,7 @@ fn with_flight_recorder(options: &JoinOptions, folder: &Path, on_stall: &LineLis
     let flight_recorder = RecorderOptions {
         folder: Some(folder.to_owned()),
         on_stall: Some(on_stall.clone()),
-        waits_for_peer_reports: true,
+        peer_reports_timeout: Duration::from_secs(60),
     };
     JoinOptions { flight_recorder, ..options.clone() }
 }
