@@ -342,7 +342,7 @@ extern "C" fn cuMemHostRegister_v2(start: usize, num_bytes: usize, _flags: c_uin
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemHostUnregister(start: usize) -> CUresult {
-    call_in_context(|driver| check(driver.pinned.remove(&start).is_some()))
+    call_in_context(|driver| driver.unpin(start))
 }
 
 #[unsafe(no_mangle)]
@@ -385,9 +385,9 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     call_in_context(|driver| {
         let (to, from) = (to as usize, from as usize);
         check(driver.memory.contains(to, num_bytes))?;
-        let is_pinned =
-            driver.pinned.range(..=from).next_back().is_some_and(|(start, len)| from < start + len);
-        if is_pinned {
+        let pinned = driver.pinned.range(..=from).next_back().filter(|(start, len)| from < *start + *len);
+        if let Some((start, len)) = pinned {
+            check(from + num_bytes <= start + len)?;
             return driver.push(stream, Job::Copy { from, to, num_bytes });
         }
         // SAFETY: the caller passes the address of as many bytes of host memory.

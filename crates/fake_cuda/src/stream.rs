@@ -217,6 +217,20 @@ impl Driver {
         Ok((time(end)? - time(start)?) as f32)
     }
 
+    /// Releases pinned memory, which no copy that has not run may read.
+    pub(crate) fn unpin(&mut self, start: usize) -> Result<(), CUresult> {
+        let num_bytes = self.pinned.remove(&start).ok_or(CUDA_ERROR_INVALID_VALUE)?;
+        let is_read = self.streams.values().flatten().any(|job| match job {
+            Job::Copy { from, .. } => (start..start + num_bytes).contains(from),
+            _ => false,
+        });
+        if is_read {
+            eprintln!("fake CUDA: host memory is unpinned before a copy that reads it has run");
+            self.failure = Some(CUDA_ERROR_ILLEGAL_ADDRESS);
+        }
+        self.failure.map_or(Ok(()), Err)
+    }
+
     /// Runs all jobs.
     pub(crate) fn synchronize(&mut self) -> Result<(), CUresult> {
         self.run_until(|driver| driver.streams.values().all(VecDeque::is_empty))

@@ -5,7 +5,7 @@ use crate::memory::GRANULARITY;
 use crate::module::Module;
 use crate::nvrtc::Program;
 use crate::stream::{Driver, Job};
-use cudarc::driver::sys::CUresult::{self, CUDA_ERROR_LAUNCH_FAILED, CUDA_ERROR_LAUNCH_TIMEOUT};
+use cudarc::driver::sys::CUresult::{self, *};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -272,6 +272,29 @@ fn streams_that_wait_for_events_of_each_other_fail() {
     machine.driver.record(event, first).unwrap();
     machine.driver.wait_event(second, event).unwrap();
     assert_eq!(machine.driver.synchronize_stream(second), Err(CUDA_ERROR_LAUNCH_TIMEOUT));
+}
+
+#[test]
+fn memory_that_a_copy_still_reads_cannot_be_unpinned() {
+    let _lock = lock();
+    let unpin = |waits: bool| {
+        let mut machine = Machine::new(0);
+        let stream = machine.driver.create_stream();
+        let event = machine.driver.create_event(false);
+        let values = [1.0_f32; 16];
+        let from = values.as_ptr() as usize;
+        machine.driver.pinned.insert(from, 64);
+        // Holds back the copy.
+        machine.driver.push(stream, Job::Wait { event, recording: 1 }).unwrap();
+        machine.driver.push(stream, Job::Copy { from, to: machine.start, num_bytes: 64 }).unwrap();
+        if waits {
+            let other = machine.driver.create_stream();
+            machine.driver.record(event, other).unwrap();
+            machine.driver.synchronize_stream(stream).unwrap();
+        }
+        machine.driver.unpin(from)
+    };
+    assert_eq!([unpin(true), unpin(false)], [Ok(()), Err(CUDA_ERROR_ILLEGAL_ADDRESS)]);
 }
 
 const CHILD: &str = "FAKE_CUDA_TEST_CHILD";
