@@ -131,15 +131,16 @@ impl Control {
         has_failure && !std::mem::replace(&mut self.has_seen_failure, true)
     }
 
-    /// Waits for each peer to report its place or to end, for as long as the recorder's options say.
+    /// Waits for each peer to report its place or to end, at most for the timeout in the recorder's options.
     pub(crate) fn wait_for_places(&mut self) {
-        let deadline = Instant::now() + self.recorder.recorder.peer_reports_timeout();
+        let (started, timeout) = (Instant::now(), self.recorder.recorder.peer_reports_timeout());
         loop {
             self.read();
             let is_open =
                 |peer: &Peer| matches!(peer.link, ControlLink::Connected(_)) && !peer.has_reported_place;
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || !self.peers.iter().any(is_open) || self.is_readable(left).is_err() {
+            let left = timeout.saturating_sub(started.elapsed());
+            if left.is_zero() || !self.peers.iter().any(is_open) || self.is_readable(left.min(TICK)).is_err()
+            {
                 return;
             }
         }

@@ -10,7 +10,8 @@
 //!   barrier or in an operation of their warp.
 //! - Device memory is not accessible to the host ([`memory`]), except while the driver runs jobs. New memory holds NaN.
 //! - NCCL's communicators are sockets between processes ([`nccl`]).
-//! - Streams run late, in any order that events allow ([`stream`]). The seed chooses this order as well.
+//! - Streams run late, in any order that events allow ([`stream`]). The seed chooses this order as well. Copies read pinned host memory
+//!   when they run, so a program fails that unpins it earlier.
 //!
 //! The variable `FAKE_CUDA_SEED` sets the seed, `FAKE_CUDA_SANITIZE` names sanitizers for kernels ([`nvrtc`]), `FAKE_NCCL_KILLED` and
 //! `FAKE_NCCL_STOPPED` kill or stop a process in an operation of NCCL ([`nccl`]), and the other variables that start with `FAKE_CUDA_`
