@@ -67,9 +67,9 @@ fn ladder(root: &Path) -> Result<bool> {
         Ok(commands::cargo(root).args(arguments).status().context("cannot run cargo")?.success())
     };
     let example = ["build", "--quiet", "--package", "residual_network"];
-    let test =
-        ["test", "--quiet", "--package", "trireme", "--test", "command", "layouts::", "--", "--nocapture"];
-    Ok(cargo(&example)? && cargo(&test)?)
+    let test = ["test", "--quiet", "--package", "trireme", "--test", "command", "layouts::"];
+    let whole_table = ["--", "--nocapture", "--ignored"];
+    Ok(cargo(&example)? && cargo(&[&test[..], &whole_table].concat())?)
 }
 
 fn workspace_root() -> &'static Path {

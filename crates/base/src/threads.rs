@@ -1,14 +1,13 @@
 //! Starts threads, with errors that state the system's limits.
 
+use memmap2::MmapMut;
 use std::fs;
-use std::hint::black_box;
 use std::io::{self, ErrorKind};
 use std::sync::mpsc;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 /// Bytes of address space that must be free before a thread starts: its stack, and the memory that it allocates at its start. If such an
-/// allocation fails, the thread aborts the process. glibc always maps new memory for a request of more than 32 MiB; a smaller one it may
-/// serve from free memory of its heap, although no address is free.
+/// allocation fails, the thread aborts the process.
 const THREAD_ADDRESS_SPACE: usize = 40 << 20;
 
 /// Starts a thread with this name, and waits until its work begins.
@@ -56,10 +55,7 @@ fn start<'scope, T, H>(
 
 /// Returns an error if the process cannot map the memory that a new thread needs. Reserves addresses without touching memory.
 fn check_address_space() -> io::Result<()> {
-    let mut room = Vec::<u8>::new();
-    room.try_reserve_exact(THREAD_ADDRESS_SPACE)?;
-    black_box(room);
-    Ok(())
+    MmapMut::map_anon(THREAD_ADDRESS_SPACE).map(drop)
 }
 
 fn with_thread_name<T>(name: &str, started: io::Result<T>) -> io::Result<T> {

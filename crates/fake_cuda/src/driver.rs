@@ -437,7 +437,7 @@ unsafe extern "C" fn cuModuleLoadData(module: Out<'_, u64>, image: *const c_void
             let image = image.cast::<u8>();
             std::slice::from_raw_parts(image, image_bytes(image))
         };
-        let loaded = Module::load(image).map_err(|error| {
+        let loaded = Module::of_image(image).map_err(|error| {
             eprintln!("fake CUDA: {error}");
             CUDA_ERROR_INVALID_IMAGE
         })?;

@@ -4,8 +4,13 @@ use crate::block::{RUNTIME, Runtime};
 use crate::launch::{CompiledKernel, Kernel, Thread};
 use crate::ptx;
 use libloading::Library;
+use rustix::fs::{MemfdFlags, memfd_create};
+use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
+use std::fs::File;
 use std::io::Write;
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Bytes of the header of an ELF file of 64 bits.
 const ELF_HEADER_BYTES: usize = 64;
@@ -19,28 +24,46 @@ struct Entry {
     sizes: *const usize,
 }
 
-/// A loaded module.
+/// A module.
 #[derive(Debug)]
 pub(crate) struct Module {
     kernels: Vec<(String, Kernel)>,
-    _library: Option<Library>,
+    /// The library of compiled kernels, and its file. The loader takes a library for the loaded one of the same path, so no other file may
+    /// have this number.
+    _library: Option<(Library, File)>,
 }
 
+/// All modules by image. Modules are never unloaded: libraries of C++ with unique symbols cannot be, and each has no state but the threads
+/// that run.
+static MODULES: Mutex<Option<HashMap<Vec<u8>, Arc<Module>>>> = Mutex::new(None);
+
 impl Module {
-    /// Loads an image that the fake NVRTC has made.
-    pub(crate) fn load(image: &[u8]) -> Result<Self, Box<dyn std::error::Error>> {
+    /// Returns the module of an image that the fake NVRTC has made. Loads it when it is first asked for.
+    pub(crate) fn of_image(image: &[u8]) -> Result<Arc<Self>, Box<dyn std::error::Error>> {
+        let mut modules = MODULES.lock().unwrap_or_else(PoisonError::into_inner);
+        let modules = modules.get_or_insert_default();
+        if let Some(module) = modules.get(image) {
+            return Ok(Arc::clone(module));
+        }
+        let module = Arc::new(Module::load(image)?);
+        modules.insert(image.to_vec(), Arc::clone(&module));
+        Ok(module)
+    }
+
+    fn load(image: &[u8]) -> Result<Self, Box<dyn std::error::Error>> {
         let text = image.get(ELF_HEADER_BYTES..).and_then(|text| std::str::from_utf8(text).ok());
         if let Some(text) = text {
             let kernels = ptx::parse(text)?;
             let kernels = kernels.into_iter().map(|kernel| (kernel.name.clone(), Kernel::Ptx(kernel)));
             return Ok(Module { kernels: kernels.collect(), _library: None });
         }
-        let mut file = tempfile::NamedTempFile::new()?;
+        // In memory: some file systems take long to replace files that were just deleted.
+        let mut file = File::from(memfd_create("kernels", MemfdFlags::CLOEXEC)?);
         file.write_all(image)?;
         // SAFETY: the fake NVRTC has compiled the library from the sources of kernels, with these functions and tables, and nothing else
         // runs when it is loaded. The names and sizes of kernels are constants of the library, which the module keeps.
         unsafe {
-            let library = Library::new(file.path())?;
+            let library = Library::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
             library.get::<extern "C" fn(&Runtime)>(b"fake_attach\0")?(&RUNTIME);
             let switch = *library.get::<extern "C" fn(*const Thread)>(b"fake_switch\0")?;
             let num_kernels = **library.get::<*const usize>(b"fake_num_kernels\0")?;
@@ -52,7 +75,7 @@ impl Module {
                 let kernel = CompiledKernel { call: entry.call, switch, sizes };
                 (name.to_owned(), Kernel::Compiled(kernel))
             });
-            Ok(Module { kernels: kernels.collect(), _library: Some(library) })
+            Ok(Module { kernels: kernels.collect(), _library: Some((library, file)) })
         }
     }
 

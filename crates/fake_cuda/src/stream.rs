@@ -8,6 +8,7 @@ use crate::module::Module;
 use crate::random::Random;
 use cudarc::driver::sys::CUresult::{self, *};
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 /// Probabilities, in eighths, that a call of the driver runs one job although nothing waits for it. The seed chooses one.
 const EAGERNESS: [usize; 4] = [0, 1, 5, 8];
@@ -77,7 +78,7 @@ pub(crate) struct Driver {
     num_launches: u64,
     pub(crate) is_initialized: bool,
     pub(crate) memory: DeviceMemory,
-    pub(crate) modules: BTreeMap<u64, Module>,
+    pub(crate) modules: BTreeMap<u64, Arc<Module>>,
     pub(crate) functions: BTreeMap<u64, (String, Kernel)>,
     streams: BTreeMap<u64, VecDeque<Job>>,
     events: BTreeMap<u64, EventState>,

@@ -7,7 +7,7 @@ use crate::nvrtc::Program;
 use crate::stream::{Driver, Job};
 use cudarc::driver::sys::CUresult::{self, *};
 use std::process::Command;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A mistake need not show itself in every order.
 const NUM_SEEDS: u64 = 40;
@@ -26,11 +26,11 @@ fn lacks_compiler() -> bool {
     !has_compiler
 }
 
-fn compile(source: &str) -> Result<Module, Box<dyn std::error::Error>> {
+fn compile(source: &str) -> Result<Arc<Module>, Box<dyn std::error::Error>> {
     let mut program = Program::default();
     program.source = format!("typedef unsigned u32;\n{source}");
     program.compile()?;
-    Module::load(&program.image)
+    Module::of_image(&program.image)
 }
 
 /// A driver with a block of device memory.
