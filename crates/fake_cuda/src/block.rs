@@ -177,14 +177,13 @@ impl Blocks {
         let mut fibers: Vec<Option<Fiber>> = (0..num_threads).map(|_| None).collect();
         let mut yielders = vec![std::ptr::null(); num_threads];
         let mut states = vec![State::Ready; num_threads];
-        let mut order: Vec<usize> = (0..num_threads).collect();
+        let mut ready = Vec::with_capacity(num_threads);
         let mut failure = None;
         'block: loop {
-            random.shuffle(&mut order);
-            for &position in &order {
-                if states[position] != State::Ready {
-                    continue;
-                }
+            ready.clear();
+            ready.extend((0..num_threads).filter(|position| states[*position] == State::Ready));
+            random.shuffle(&mut ready);
+            for &position in &ready {
                 let yielder = &raw mut yielders[position];
                 let fiber = fibers[position].get_or_insert_with(|| self.fiber(kernel, arguments, yielder));
                 // SAFETY: no kernel runs now, and no other thread accesses the cell.
