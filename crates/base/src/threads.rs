@@ -6,8 +6,8 @@ use std::io::{self, ErrorKind};
 use std::sync::mpsc;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
-/// Bytes of address space that must be free before a thread starts: its stack, and the memory that it allocates at its start. If such an
-/// allocation fails, the thread aborts the process.
+/// Bytes of address space that must be free before a thread starts: a stack of 2 MiB, and the memory that it allocates at its start, with
+/// room to spare. If such an allocation fails, the thread aborts the process.
 const THREAD_ADDRESS_SPACE: usize = 40 << 20;
 
 /// Starts a thread with this name, and waits until its work begins.
@@ -53,7 +53,7 @@ fn start<'scope, T, H>(
     Ok(handle)
 }
 
-/// Returns an error if the process cannot map the memory that a new thread needs. Reserves addresses without touching memory.
+/// Returns an error if the process cannot map the memory that a new thread needs. Maps and unmaps that much without touching it.
 fn check_address_space() -> io::Result<()> {
     MmapMut::map_anon(THREAD_ADDRESS_SPACE).map(drop)
 }

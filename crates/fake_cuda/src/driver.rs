@@ -60,6 +60,7 @@ unsafe extern "C" fn cuGetErrorName(error: CUresult, name: Out<'_, *const c_char
     let text = match error {
         CUDA_ERROR_OUT_OF_MEMORY => c"CUDA_ERROR_OUT_OF_MEMORY",
         CUDA_ERROR_LAUNCH_FAILED => c"CUDA_ERROR_LAUNCH_FAILED",
+        CUDA_ERROR_ILLEGAL_ADDRESS => c"CUDA_ERROR_ILLEGAL_ADDRESS",
         CUDA_ERROR_INVALID_VALUE => c"CUDA_ERROR_INVALID_VALUE",
         CUDA_ERROR_INVALID_HANDLE => c"CUDA_ERROR_INVALID_HANDLE",
         CUDA_ERROR_NO_DEVICE => c"CUDA_ERROR_NO_DEVICE",
@@ -335,6 +336,9 @@ extern "C" fn cuMemHostRegister_v2(start: usize, num_bytes: usize, _flags: c_uin
         let end = start + num_bytes;
         let overlaps = driver.pinned.iter().any(|(&other, &len)| other < end && start < other + len);
         check(!overlaps && num_bytes > 0)?;
+        if driver.pinned.values().sum::<usize>() + num_bytes > driver.gpus.pinned_bytes_max {
+            return Err(CUDA_ERROR_OUT_OF_MEMORY);
+        }
         driver.pinned.insert(start, num_bytes);
         Ok(())
     })
@@ -342,7 +346,14 @@ extern "C" fn cuMemHostRegister_v2(start: usize, num_bytes: usize, _flags: c_uin
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemHostUnregister(start: usize) -> CUresult {
-    call_in_context(|driver| driver.unpin(start))
+    call_in_context(|driver| {
+        let outcome = driver.unpin(start);
+        if outcome == Err(CUDA_ERROR_ILLEGAL_ADDRESS) {
+            // Programs do not check the result of this function when they end.
+            std::process::abort();
+        }
+        outcome
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -385,14 +396,8 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     call_in_context(|driver| {
         let (to, from) = (to as usize, from as usize);
         check(driver.memory.contains(to, num_bytes))?;
-        let pinned = driver.pinned.range(..=from).next_back().filter(|(start, len)| from < *start + *len);
-        if let Some((start, len)) = pinned {
-            check(from + num_bytes <= start + len)?;
-            return driver.push(stream, Job::Copy { from, to, num_bytes });
-        }
         // SAFETY: the caller passes the address of as many bytes of host memory.
-        let bytes = unsafe { std::slice::from_raw_parts(from as *const u8, num_bytes) }.to_vec();
-        driver.push(stream, Job::Write { bytes, to })
+        unsafe { driver.copy_from_host(stream, from, to, num_bytes) }
     })
 }
 

@@ -17,6 +17,8 @@ pub struct Gpus {
     pub memory_bytes: usize,
     /// `FAKE_CUDA_OTHERS`: memory of a GPU that other programs use, in MiB; 0 by default.
     pub others_bytes: usize,
+    /// `FAKE_CUDA_PINNED`: memory of the host that can be pinned, in MiB; any amount by default.
+    pub pinned_bytes_max: usize,
     /// `FAKE_CUDA_DRIVER`: version of CUDA that the driver supports, as a thousand times the major and ten times the minor number; 12080 by
     /// default.
     pub driver_version: i32,
@@ -36,6 +38,7 @@ impl Gpus {
                 .and_then(|(gpu, launches)| Some((gpu.parse().ok()?, launches.parse().ok()?))),
             memory_bytes: variable::<usize>("FAKE_CUDA_MEMORY", 16 << 10) << 20,
             others_bytes: variable::<usize>("FAKE_CUDA_OTHERS", 0) << 20,
+            pinned_bytes_max: variable::<usize>("FAKE_CUDA_PINNED", usize::MAX >> 20) << 20,
             driver_version: variable("FAKE_CUDA_DRIVER", 12080),
         }
     }

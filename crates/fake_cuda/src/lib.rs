@@ -11,7 +11,7 @@
 //! - Device memory is not accessible to the host ([`memory`]), except while the driver runs jobs. New memory holds NaN.
 //! - NCCL's communicators are sockets between processes ([`nccl`]).
 //! - Streams run late, in any order that events allow ([`stream`]). The seed chooses this order as well. Copies read pinned host memory
-//!   when they run, so a program fails that unpins it earlier.
+//!   when they run, and a program that unpins it before that ends.
 //!
 //! The variable `FAKE_CUDA_SEED` sets the seed, `FAKE_CUDA_SANITIZE` names sanitizers for kernels ([`nvrtc`]), `FAKE_NCCL_KILLED` and
 //! `FAKE_NCCL_STOPPED` kill or stop a process in an operation of NCCL ([`nccl`]), and the other variables that start with `FAKE_CUDA_`

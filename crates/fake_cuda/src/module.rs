@@ -5,12 +5,13 @@ use crate::launch::{CompiledKernel, Kernel, Thread};
 use crate::ptx;
 use libloading::Library;
 use rustix::fs::{MemfdFlags, memfd_create};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_void};
 use std::fs::File;
 use std::io::Write;
-use std::os::fd::AsRawFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::mem::ManuallyDrop;
+use std::os::fd::IntoRawFd;
+use std::sync::{Mutex, PoisonError};
 
 /// Bytes of the header of an ELF file of 64 bits.
 const ELF_HEADER_BYTES: usize = 64;
@@ -24,29 +25,25 @@ struct Entry {
     sizes: *const usize,
 }
 
-/// A module.
+/// The kernels of an image.
 #[derive(Debug)]
 pub(crate) struct Module {
     kernels: Vec<(String, Kernel)>,
-    /// The library of compiled kernels, and its file. The loader takes a library for the loaded one of the same path, so no other file may
-    /// have this number.
-    _library: Option<(Library, File)>,
 }
 
-/// All modules by image. Modules are never unloaded: libraries of C++ with unique symbols cannot be, and each has no state but the threads
-/// that run.
-static MODULES: Mutex<Option<HashMap<Vec<u8>, Arc<Module>>>> = Mutex::new(None);
+/// All modules by image. They stay loaded, because a library with unique symbols of C++ cannot be unloaded. Devices can share one, because
+/// a kernel must not rely on earlier values of `__shared__` variables. Each takes a file descriptor and twice the memory of its image.
+static MODULES: Mutex<BTreeMap<Vec<u8>, &Module>> = Mutex::new(BTreeMap::new());
 
 impl Module {
-    /// Returns the module of an image that the fake NVRTC has made. Loads it when it is first asked for.
-    pub(crate) fn of_image(image: &[u8]) -> Result<Arc<Self>, Box<dyn std::error::Error>> {
+    /// Returns the module of an image that the fake NVRTC has made. Loads the image on first use.
+    pub(crate) fn of_image(image: &[u8]) -> Result<&'static Self, Box<dyn std::error::Error>> {
         let mut modules = MODULES.lock().unwrap_or_else(PoisonError::into_inner);
-        let modules = modules.get_or_insert_default();
         if let Some(module) = modules.get(image) {
-            return Ok(Arc::clone(module));
+            return Ok(module);
         }
-        let module = Arc::new(Module::load(image)?);
-        modules.insert(image.to_vec(), Arc::clone(&module));
+        let module: &Module = Box::leak(Box::new(Module::load(image)?));
+        modules.insert(image.to_vec(), module);
         Ok(module)
     }
 
@@ -55,15 +52,17 @@ impl Module {
         if let Some(text) = text {
             let kernels = ptx::parse(text)?;
             let kernels = kernels.into_iter().map(|kernel| (kernel.name.clone(), Kernel::Ptx(kernel)));
-            return Ok(Module { kernels: kernels.collect(), _library: None });
+            return Ok(Module { kernels: kernels.collect() });
         }
-        // In memory: some file systems take long to replace files that were just deleted.
-        let mut file = File::from(memfd_create("kernels", MemfdFlags::CLOEXEC)?);
+        // A memfd: some file systems take long to create and delete a file for each module.
+        let mut file = File::from(memfd_create(c"trireme-kernels", MemfdFlags::CLOEXEC)?);
         file.write_all(image)?;
+        // The loader returns the loaded library for a path that it knows, so the descriptor must not be used again.
+        let path = format!("/proc/self/fd/{}", file.into_raw_fd());
         // SAFETY: the fake NVRTC has compiled the library from the sources of kernels, with these functions and tables, and nothing else
-        // runs when it is loaded. The names and sizes of kernels are constants of the library, which the module keeps.
+        // runs when it is loaded. The names and sizes of kernels are constants of the library, which stays loaded.
         unsafe {
-            let library = Library::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+            let library = ManuallyDrop::new(Library::new(path)?);
             library.get::<extern "C" fn(&Runtime)>(b"fake_attach\0")?(&RUNTIME);
             let switch = *library.get::<extern "C" fn(*const Thread)>(b"fake_switch\0")?;
             let num_kernels = **library.get::<*const usize>(b"fake_num_kernels\0")?;
@@ -75,7 +74,7 @@ impl Module {
                 let kernel = CompiledKernel { call: entry.call, switch, sizes };
                 (name.to_owned(), Kernel::Compiled(kernel))
             });
-            Ok(Module { kernels: kernels.collect(), _library: Some((library, file)) })
+            Ok(Module { kernels: kernels.collect() })
         }
     }
 

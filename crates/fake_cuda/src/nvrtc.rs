@@ -48,7 +48,7 @@ impl Program {
         let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
         let run = |arguments: &[&str], input: &str| {
             let mut command = Command::new(&compiler);
-            // The sanitizer is for kernels; the compiler would be slower with it.
+            // It may name the sanitizer's runtime. Kernels need it; the compiler would only be slower.
             command
                 .current_dir(folder.path())
                 .env_remove("LD_PRELOAD")

@@ -8,7 +8,6 @@ use crate::module::Module;
 use crate::random::Random;
 use cudarc::driver::sys::CUresult::{self, *};
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
 
 /// Probabilities, in eighths, that a call of the driver runs one job although nothing waits for it. The seed chooses one.
 const EAGERNESS: [usize; 4] = [0, 1, 5, 8];
@@ -19,7 +18,7 @@ pub(crate) type Poll = Box<dyn FnMut(&mut dyn FnMut()) -> bool + Send>;
 /// Work of a stream.
 pub(crate) enum Job {
     Launch(Box<Launch>),
-    /// Copies bytes on the device, or to host memory.
+    /// Copies bytes on the device, to host memory, or from pinned host memory, which it reads when it runs.
     Copy {
         from: usize,
         to: usize,
@@ -78,7 +77,7 @@ pub(crate) struct Driver {
     num_launches: u64,
     pub(crate) is_initialized: bool,
     pub(crate) memory: DeviceMemory,
-    pub(crate) modules: BTreeMap<u64, Arc<Module>>,
+    pub(crate) modules: BTreeMap<u64, &'static Module>,
     pub(crate) functions: BTreeMap<u64, (String, Kernel)>,
     streams: BTreeMap<u64, VecDeque<Job>>,
     events: BTreeMap<u64, EventState>,
@@ -218,14 +217,38 @@ impl Driver {
         Ok((time(end)? - time(start)?) as f32)
     }
 
-    /// Releases pinned memory, which no copy that has not run may read.
+    /// Issues a copy from host memory to the device. Pageable memory is read at once. Memory of which only a part is pinned is refused.
+    ///
+    /// # Safety
+    /// `from` is the address of `num_bytes` of host memory.
+    pub(crate) unsafe fn copy_from_host(
+        &mut self,
+        stream: u64,
+        from: usize,
+        to: usize,
+        num_bytes: usize,
+    ) -> Result<(), CUresult> {
+        let end = from + num_bytes;
+        let overlaps = |(start, len): &(&usize, &usize)| **start < end && from < **start + **len;
+        if let Some((&start, &len)) = self.pinned.iter().find(overlaps) {
+            let is_within = start <= from && end <= start + len;
+            return if is_within {
+                self.push(stream, Job::Copy { from, to, num_bytes })
+            } else {
+                Err(CUDA_ERROR_INVALID_VALUE)
+            };
+        }
+        // SAFETY: by the caller's promise.
+        let bytes = unsafe { std::slice::from_raw_parts(from as *const u8, num_bytes) }.to_vec();
+        self.push(stream, Job::Write { bytes, to })
+    }
+
+    /// Unpins host memory. Fails the device if a queued copy still reads it.
     pub(crate) fn unpin(&mut self, start: usize) -> Result<(), CUresult> {
         let num_bytes = self.pinned.remove(&start).ok_or(CUDA_ERROR_INVALID_VALUE)?;
-        let is_read = self.streams.values().flatten().any(|job| match job {
-            Job::Copy { from, .. } => (start..start + num_bytes).contains(from),
-            _ => false,
-        });
-        if is_read {
+        let pinned = start..start + num_bytes;
+        let reads = |job: &Job| matches!(job, Job::Copy { from, .. } if pinned.contains(from));
+        if self.streams.values().flatten().any(reads) {
             eprintln!("fake CUDA: host memory is unpinned before a copy that reads it has run");
             self.failure = Some(CUDA_ERROR_ILLEGAL_ADDRESS);
         }

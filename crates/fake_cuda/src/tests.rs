@@ -7,7 +7,7 @@ use crate::nvrtc::Program;
 use crate::stream::{Driver, Job};
 use cudarc::driver::sys::CUresult::{self, *};
 use std::process::Command;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A mistake need not show itself in every order.
 const NUM_SEEDS: u64 = 40;
@@ -26,7 +26,7 @@ fn lacks_compiler() -> bool {
     !has_compiler
 }
 
-fn compile(source: &str) -> Result<Arc<Module>, Box<dyn std::error::Error>> {
+fn compile(source: &str) -> Result<&'static Module, Box<dyn std::error::Error>> {
     let mut program = Program::default();
     program.source = format!("typedef unsigned u32;\n{source}");
     program.compile()?;
@@ -295,6 +295,24 @@ fn memory_that_a_copy_still_reads_cannot_be_unpinned() {
         machine.driver.unpin(from)
     };
     assert_eq!([unpin(true), unpin(false)], [Ok(()), Err(CUDA_ERROR_ILLEGAL_ADDRESS)]);
+}
+
+#[test]
+fn memory_of_which_a_part_is_pinned_cannot_be_copied() {
+    let _lock = lock();
+    let mut machine = Machine::new(0);
+    let stream = machine.driver.create_stream();
+    let values = [1.0_f32; 64];
+    let start = values.as_ptr() as usize;
+    machine.driver.pinned.insert(start + 64, 128);
+    let mut copy = |offset: usize, num_bytes: usize| {
+        // SAFETY: within the values.
+        unsafe { machine.driver.copy_from_host(stream, start + offset, machine.start, num_bytes) }
+    };
+    assert_eq!([(0, 64), (64, 128), (80, 16), (192, 64)].map(|(at, len)| copy(at, len)), [Ok(()); 4]);
+    let refused = Err(CUDA_ERROR_INVALID_VALUE);
+    assert_eq!([(0, 65), (0, 256), (191, 2)].map(|(at, len)| copy(at, len)), [refused; 3]);
+    machine.driver.synchronize_stream(stream).unwrap();
 }
 
 const CHILD: &str = "FAKE_CUDA_TEST_CHILD";

@@ -20,7 +20,7 @@ use trireme_comm::{
 /// Environment variable with the secret that all workers of a job share. Only processes of the same user can read it.
 pub(super) const SECRET_VARIABLE: &str = "TRIREME_SECRET";
 
-/// How long a failed worker without Trireme's launcher waits for the other workers to report where they are.
+/// Maximum time for which a failed worker waits for the places of the others, if Trireme's launcher did not start it.
 const PEER_REPORTS_TIMEOUT: Duration = Duration::from_millis(1500);
 
 /// Returns the options of a worker whose place in the world is known; the rest are defaults. The secret comes from the environment, else

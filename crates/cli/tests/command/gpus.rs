@@ -170,6 +170,21 @@ fn a_run_of_the_cpu_continues_on_a_gpu() {
     assert_close(&fixture.losses("gpu"), &expected[2..], F32_TOLERANCE, "resumed");
 }
 
+/// As with a low limit on locked memory.
+#[test]
+fn a_run_goes_on_without_pinned_memory() {
+    let fixture = Fixture::with_corpus();
+    let arguments = "--workers 1 --set parallelism.zero_stage=1 --set offload.optimizer=host";
+    let mut losses = Vec::new();
+    for pinned in ["1024", "0"] {
+        let Some(mut command) = gpu_run(&fixture, "1", arguments) else { return };
+        command.env("FAKE_CUDA_PINNED", pinned);
+        Running::start(command).end().succeeded();
+        losses.push(fixture.losses("tiny"));
+    }
+    assert_eq!(losses[0], losses[1]);
+}
+
 #[test]
 fn a_gpu_that_other_programs_have_filled_is_refused_before_the_first_step() {
     let fixture = Fixture::with_corpus();

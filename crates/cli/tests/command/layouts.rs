@@ -254,10 +254,11 @@ fn training_programs() -> Vec<TrainingProgram> {
     subjects
 }
 
-/// Every layout trains with two or three of the models, and every model that has experts with a third of the layouts of experts.
+/// Each layout trains two or three of the programs, and each layout of experts one model that has experts. The choice differs from row to
+/// row, and in blocks of rows, since similar layouts follow each other.
 #[test]
 fn every_layout_trains_as_one_worker_does() {
-    check_table(|row, column| (row + column) % 3 == 0);
+    check_table(|row, column| (row + row / 6 + column) % 3 == 0);
 }
 
 #[test]
@@ -266,10 +267,11 @@ fn every_layout_trains_every_model_as_one_worker_does() {
     check_table(|_, _| true);
 }
 
-/// Trains the models under the layouts whose cell, given by row and column, is `chosen`.
-fn check_table(chosen: impl Fn(usize, usize) -> bool) {
+/// Trains each program under each layout for which `is_chosen(row, column)` holds, and compares the losses with the losses of one worker.
+fn check_table(is_chosen: impl Fn(usize, usize) -> bool) {
     let fixture = Fixture::with_corpus();
     let training = |keys: &str| {
+        // With a peak, no run measures it.
         format!(
             "[training]\nlocal_batch_size = 2\nglobal_batch_size = 16\nsteps = 20\nthreads = 1\n{keys}[optimizer]\nlr = 1e-3\n\
              [metrics]\npeak_flops = 1e12\n"
@@ -296,7 +298,7 @@ fn check_table(chosen: impl Fn(usize, usize) -> bool) {
         write!(table, "{workers:>7}").unwrap();
         let tolerance = if is_exact { 0.0 } else { LOSS_TOLERANCE };
         for (column, subject) in subjects.iter().enumerate() {
-            let found = if chosen(row, column) {
+            let found = if is_chosen(row, column) {
                 subject.difference(&fixture, workers, layout)
             } else {
                 LayoutOutcome::NotRun

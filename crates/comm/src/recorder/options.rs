@@ -12,7 +12,7 @@ pub struct RecorderOptions {
     pub folder: Option<PathBuf>,
     /// Receives a line for each operation or message that takes long: once, after half of the timeout or 30 s, whichever is less.
     pub on_stall: Option<LineListener>,
-    /// Maximum time for which a failed group waits for its peers to report their places. It is zero by default, for runs whose launcher
-    /// reads the files. A process that explains a failure itself needs the peers' places.
+    /// Maximum time for which a failed group waits until its peers have reported their places or ended; dropping the group blocks for as
+    /// long. It is zero by default, for runs whose launcher reads the files. A process that explains a failure itself needs the places.
     pub peer_reports_timeout: Duration,
 }

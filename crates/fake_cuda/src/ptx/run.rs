@@ -67,17 +67,17 @@ pub(crate) fn run_block(
             state: State::Ready,
         })
         .collect();
-    let mut order: Vec<usize> = (0..threads.len()).collect();
+    let mut ready = Vec::with_capacity(threads.len());
     loop {
-        random.shuffle(&mut order);
-        for &position in &order {
+        ready.clear();
+        ready.extend((0..threads.len()).filter(|position| threads[*position].state == State::Ready));
+        random.shuffle(&mut ready);
+        for &position in &ready {
             let thread = &mut threads[position];
-            if thread.state == State::Ready {
-                running.run_thread(thread).map_err(|error| {
-                    let text = &kernel.instructions[thread.at].text;
-                    format!("block {block:?}, thread {:?}, at {text}: {error}", thread.index)
-                })?;
-            }
+            running.run_thread(thread).map_err(|error| {
+                let text = &kernel.instructions[thread.at].text;
+                format!("block {block:?}, thread {:?}, at {text}: {error}", thread.index)
+            })?;
         }
         if threads.iter().all(|thread| thread.state == State::Done) {
             return Ok(());
