@@ -95,7 +95,7 @@ fn run_all(source: &str, num_threads: u32, num: u32) -> Vec<Result<Vec<f32>, CUr
         let stream = machine.driver.create_stream();
         let values: Vec<f32> = (0..num_threads).map(|value| value as f32).collect();
         machine.write(stream, 0, &values)?;
-        machine.launch(stream, &module, num_threads, num)?;
+        machine.launch(stream, module, num_threads, num)?;
         machine.read(stream, 0, num_threads as usize)
     };
     (0..NUM_SEEDS).map(run).collect()
@@ -250,7 +250,7 @@ fn a_missing_event_is_found() {
         let event = machine.driver.create_event(false);
         let values: Vec<f32> = (0..64).map(|value| value as f32).collect();
         machine.write(kernels, 0, &values).unwrap();
-        machine.launch(kernels, &module, 64, 64).unwrap();
+        machine.launch(kernels, module, 64, 64).unwrap();
         machine.driver.record(event, kernels).unwrap();
         if waits {
             machine.driver.wait_event(copies, event).unwrap();
