@@ -40,11 +40,18 @@ pub fn run_ranks<T: Send>(world_size: usize, rank: impl Fn(Group) -> T + Sync) -
 
 /// As [`run_ranks`], with `hosts.len()` ranks. Rank `r` is assigned to host number `hosts[r]`.
 pub fn run_ranks_on<T: Send>(hosts: &[usize], rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
-    let groups = inproc_world_on(hosts, &GroupOptions::default());
+    on_threads(inproc_world_on(hosts, &GroupOptions::default()), &rank)
+}
+
+/// Calls `body` with each input, on a thread of its own. Returns the results in order. The code of threads is compiled once for each type
+/// of results, not for each closure.
+///
+/// # Panics
+/// If `body` panics.
+pub fn on_threads<I: Send, T: Send>(inputs: Vec<I>, body: &(dyn Fn(I) -> T + Sync)) -> Vec<T> {
     std::thread::scope(|scope| {
-        let rank = &rank;
-        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
-        threads.into_iter().map(|thread| thread.join().expect("a rank panicked")).collect()
+        let threads: Vec<_> = inputs.into_iter().map(|input| scope.spawn(move || body(input))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a thread panicked")).collect()
     })
 }
 

@@ -34,8 +34,6 @@ use trireme_testkit::{
     small_models,
 };
 
-const NUM_THREADS: usize = 2;
-
 const OPTIONS: ExecutorOptions = ExecutorOptions {
     precision: Precision::F32,
     shards_rows: true,

@@ -52,7 +52,7 @@ fn the_kernels_of_this_machine_prove_themselves() {
 
 #[test]
 fn the_user_chooses_a_lower_level() {
-    let fixture = Fixture::new();
+    let fixture = Fixture::with_own_cache();
     let highest = fixture.doctor("");
     assert_eq!(highest["uses"]["features"], SimdLevel::detect().to_string());
     assert_eq!(highest["uses"]["excluded"], Value::Array(Vec::new()));
@@ -69,7 +69,7 @@ fn the_user_chooses_a_lower_level() {
 
 #[test]
 fn training_computes_at_the_level_that_was_chosen() {
-    let fixture = Fixture::with_corpus();
+    let fixture = Fixture::with_own_cache();
     let model = r#"{"model_type": "gpt2", "vocab_size": 50, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}"#;
     fs::create_dir(fixture.path("model")).unwrap();
     fixture.write("model/config.json", model);
@@ -92,7 +92,7 @@ fn training_computes_at_the_level_that_was_chosen() {
 
 #[test]
 fn workers_take_the_level_of_their_launcher() {
-    let fixture = Fixture::with_corpus();
+    let fixture = Fixture::with_own_cache();
     let mut losses = Vec::new();
     for level in ["portable", ""] {
         let name = format!("level-{level}");
@@ -104,7 +104,7 @@ fn workers_take_the_level_of_their_launcher() {
 
 #[test]
 fn levels_that_this_machine_has_not_are_refused() {
-    let fixture = Fixture::with_corpus();
+    let fixture = Fixture::with_own_cache();
     for arguments in ["train tiny.toml", "plan tiny.toml", "doctor", "generate nowhere"] {
         let before = fixture.everything();
         let error = fixture.run_with_simd("sse9", arguments).refused();
@@ -120,7 +120,7 @@ fn levels_that_this_machine_has_not_are_refused() {
 #[test]
 fn verdicts_are_cached_until_doctor_verifies_again() {
     let Some(_) = level_above_portable() else { return };
-    let fixture = Fixture::with_corpus();
+    let fixture = Fixture::with_own_cache();
     let plan = || Running::start(fixture.command("plan tiny.toml")).end();
     plan().succeeded();
     let cached = fixture.cached_verdicts();

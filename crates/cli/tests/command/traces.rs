@@ -155,7 +155,7 @@ fn a_configured_peak_applies_to_each_worker() {
 
 #[test]
 fn a_peak_is_measured_once_per_number_of_threads() {
-    let fixture = Fixture::with_corpus();
+    let fixture = Fixture::with_own_cache();
     let line = |run: &str| {
         fixture.run(&format!("train tiny.toml --workers 1 --set run.name={run}")).succeeded();
         let log = fixture.read(&format!("runs/{run}/logs/rank-0.log"));

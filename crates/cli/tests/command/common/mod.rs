@@ -54,15 +54,19 @@ const LAUNCHER_VARIABLES: [&str; 10] = [
     "TRIREME_",
 ];
 
-/// A temporary folder with `text.txt` and `tiny.toml`, and another one for the caches of commands.
+/// The cache folder of commands. Each program verifies its kernels once for all tests.
+const SHARED_CACHE: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/cache");
+
+/// A temporary folder with `text.txt` and `tiny.toml`.
 pub(crate) struct Fixture {
     folder: TempDir,
-    cache: TempDir,
+    /// A cache folder for this fixture alone, for tests of what is cached.
+    own_cache: Option<TempDir>,
 }
 
 impl Fixture {
     pub(crate) fn new() -> Self {
-        let fixture = Fixture { folder: tempfile::tempdir().unwrap(), cache: tempfile::tempdir().unwrap() };
+        let fixture = Fixture { folder: tempfile::tempdir().unwrap(), own_cache: None };
         let words = ["one", "two", "three", "five", "eight", "thirteen", "owls"];
         let line = |index: usize| format!("{} {}\n", words[index % 7], words[index * index % 5]);
         fixture.write("text.txt", (0..1500).map(line).collect::<String>());
@@ -76,6 +80,15 @@ impl Fixture {
         fixture.run("prepare text.txt --out corpus").succeeded();
         fixture.write("tiny.toml", CONFIG.replace("inputs = [\"text.txt\"]", "folder = \"corpus\""));
         fixture
+    }
+
+    /// Creates a fixture as [`with_corpus`](Fixture::with_corpus) does, with an empty cache folder.
+    pub(crate) fn with_own_cache() -> Self {
+        Fixture { own_cache: Some(tempfile::tempdir().unwrap()), ..Fixture::with_corpus() }
+    }
+
+    fn cache(&self) -> &Path {
+        self.own_cache.as_ref().map_or(Path::new(SHARED_CACHE), TempDir::path)
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -136,7 +149,7 @@ impl Fixture {
         for (name, _) in std::env::vars_os().filter(|(name, _)| is_launchers(name)) {
             command.env_remove(name);
         }
-        command.env("XDG_CACHE_HOME", self.cache.path());
+        command.env("XDG_CACHE_HOME", self.cache());
         // A panic would be visible by its backtrace.
         command.env("RUST_BACKTRACE", "1").current_dir(self.folder.path()).stdin(Stdio::null());
     }
@@ -175,7 +188,7 @@ impl Fixture {
 
     /// Returns the files in which verdicts on kernels are cached.
     pub(crate) fn cached_verdicts(&self) -> Vec<PathBuf> {
-        let folder = self.cache.path().join("trireme");
+        let folder = self.cache().join("trireme");
         if folder.exists() { entries(&folder) } else { Vec::new() }
     }
 

@@ -10,6 +10,7 @@ use trireme_comm::{
     join,
 };
 use trireme_schedule::collective::{DirectCost, LinkCost};
+use trireme_testkit::on_threads;
 
 pub(crate) const TRANSPORTS: [TransportKind; 4] =
     [TransportKind::Inproc, TransportKind::Shm, TransportKind::Tcp, TransportKind::ShmAndTcp];
@@ -66,8 +67,7 @@ pub(crate) fn on_hosts<R: Send>(
 ) -> Vec<R> {
     let world_size = hosts.len();
     if transport == TransportKind::Inproc {
-        let groups = inproc_world_on(hosts, options);
-        return on_threads(groups.into_iter().map(|group| || body(group)));
+        return on_threads(inproc_world_on(hosts, options), &body);
     }
     let choice = match transport {
         TransportKind::Shm => TransportChoice::Shm,
@@ -76,26 +76,22 @@ pub(crate) fn on_hosts<R: Send>(
     };
     let options = join_options(world_size, choice, options);
     let host = |rank: usize| Some(format!("host {}", hosts[rank]));
-    let ranks =
-        (0..world_size).map(|rank| JoinOptions { rank: Rank(rank), host: host(rank), ..options.clone() });
+    let rank = |rank| JoinOptions { rank: Rank(rank), host: host(rank), ..options.clone() };
     // If all ranks are on one host, there is no TCP.
     let expected = match transport {
         TransportKind::ShmAndTcp if hosts.iter().all(|host| *host == hosts[0]) => TransportKind::Shm,
         other => other,
     };
-    on_threads(ranks.map(|options| {
-        let body = &body;
-        move || {
-            let group = join(&options).expect("the world joins");
-            assert!(world_size == 1 || group.transport() == expected, "{group:?}");
-            body(group)
-        }
-    }))
+    on_threads((0..world_size).map(rank).collect(), &|options| {
+        let group = join(&options).expect("the world joins");
+        assert!(world_size == 1 || group.transport() == expected, "{group:?}");
+        body(group)
+    })
 }
 
 /// Joins all ranks at the same time. Returns their results in order.
 pub(crate) fn join_all(options: &[JoinOptions]) -> Vec<Result<Group, CommError>> {
-    on_threads(options.iter().map(|options| move || join(options)))
+    on_threads(options.iter().collect(), &join)
 }
 
 /// The options of the given ranks of a world.
@@ -112,12 +108,4 @@ pub(crate) fn check_world(groups: Vec<Result<Group, CommError>>, transport: Tran
             scope.spawn(move || group.barrier().wait().expect("everybody is connected"));
         }
     });
-}
-
-fn on_threads<R: Send, F: FnOnce() -> R + Send>(bodies: impl Iterator<Item = F>) -> Vec<R> {
-    let bodies: Vec<F> = bodies.collect();
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = bodies.into_iter().map(|body| scope.spawn(body)).collect();
-        threads.into_iter().map(|thread| thread.join().expect("the rank's thread did not panic")).collect()
-    })
 }
