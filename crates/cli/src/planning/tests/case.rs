@@ -206,7 +206,7 @@ impl Case {
             self.check_backend(model, BackendKind::Cpu, hosts);
             self.check_backend(model, BackendKind::Detached(DetachedOptions::default()), hosts);
         } else {
-            // They exchange in the same way on every backend. More threads than processors would wait for each other.
+            // Larger worlds exchange in the same way on every backend. With one thread a rank, fewer threads compete for the processors.
             let case = Case { num_threads: 1, ..self.clone() };
             case.check_backend(model, BackendKind::Cpu, hosts);
         }

@@ -54,7 +54,7 @@ const LAUNCHER_VARIABLES: [&str; 10] = [
     "TRIREME_",
 ];
 
-/// The cache folder of commands. Each program verifies its kernels once for all tests.
+/// The cache folder that fixtures share, so that a program verifies its kernels once and not in each test.
 const SHARED_CACHE: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/cache");
 
 /// A temporary folder with `text.txt` and `tiny.toml`.
