@@ -219,7 +219,8 @@ mod tests {
         y.into_iter().map(T::to_f32).collect()
     }
 
-    /// Compares with f64 at every level. The error is half a code, plus the f32 roundings of the scale.
+    /// Compares with f64 at every level. The error is half a code, plus four f32 roundings: of the scale, of its reciprocal, and of the
+    /// products with each.
     fn check(x: &[f32]) {
         for format in FORMATS {
             let mut first: Option<Vec<u8>> = None;
@@ -232,7 +233,8 @@ mod tests {
                 {
                     let largest = x.iter().fold(0.0, |largest: f64, x| largest.max(f64::from(x.abs())));
                     let is_zero = largest < f64::from(MAGNITUDE_MIN);
-                    let bound = 0.500_01 * largest / f64::from(format.code_max());
+                    let code_max = f64::from(format.code_max());
+                    let bound = (0.5 + 2.0 * code_max * f64::from(f32::EPSILON)) * largest / code_max;
                     for (&x, &found) in x.iter().zip(found) {
                         let error = (f64::from(found) - f64::from(x)).abs();
                         let is_right = if is_zero { found == 0.0 } else { error <= bound };
