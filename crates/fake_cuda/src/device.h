@@ -122,10 +122,13 @@ inline float fake_bf16(uint16_t bits) {
 }
 
 inline float fake_f16(uint16_t bits) {
-    int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY)
-                    : exponent == 0  ? std::ldexp(float(mantissa), -24)
-                                     : std::ldexp(float(mantissa + 1024), exponent - 25);
+    uint32_t exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float magnitude = float(fraction) * 0x1p-24f;
+    if (exponent > 0) {
+        // The exponents' biases are 15 and 127.
+        uint32_t word = (exponent == 31 ? 255 : exponent + 127 - 15) << 23 | fraction << 13;
+        std::memcpy(&magnitude, &word, sizeof magnitude);
+    }
     return bits >> 15 ? -magnitude : magnitude;
 }
 

@@ -1,15 +1,24 @@
 //! Conversions of f16 and bf16.
 
+/// Smallest positive f16.
+const SUBNORMAL_F16: f32 = 1.0 / (1 << 24) as f32;
+
 /// Returns the value of the bits of an f16.
 pub(crate) fn widened(bits: u16) -> f32 {
-    let (sign, exponent, fraction) = (bits >> 15, bits >> 10 & 31, f32::from(bits & 0x3ff));
+    let (sign, exponent, fraction) =
+        (u32::from(bits >> 15), u32::from(bits >> 10 & 31), u32::from(bits & 0x3ff));
+    // The exponents' biases are 15 and 127.
     let magnitude = match exponent {
-        0 => fraction * 2.0_f32.powi(-24),
-        31 if fraction == 0.0 => f32::INFINITY,
-        31 => f32::NAN,
-        exponent => (1024.0 + fraction) * 2.0_f32.powi(i32::from(exponent) - 25),
+        0 => (fraction as f32 * SUBNORMAL_F16).to_bits(),
+        31 => 255 << 23 | fraction << 13,
+        exponent => exponent + 127 - 15 << 23 | fraction << 13,
     };
-    if sign == 1 { -magnitude } else { magnitude }
+    f32::from_bits(sign << 31 | magnitude)
+}
+
+/// Returns 2^`exponent`, which is a normal number.
+fn power_of_two(exponent: i32) -> f32 {
+    f32::from_bits(((exponent + 127) as u32) << 23)
 }
 
 /// Returns the bits of the nearest f16: of a pair of neighbors, the one with an even fraction.
@@ -21,13 +30,13 @@ pub(crate) fn rounded(value: f32) -> u16 {
     }
     // The distance of the neighbors.
     let exponent = (magnitude.to_bits() >> 23) as i32 - 127;
-    let step = 2.0_f32.powi(exponent.max(-14) - 10);
+    let step = power_of_two(exponent.max(-14) - 10);
     let nearest = (magnitude / step).round_ties_even() * step;
     if nearest >= 65_520.0 {
         return sign | 0x7c00;
     }
     let exponent = ((nearest.to_bits() >> 23) as i32 - 127).max(-14);
-    let fraction = (nearest / 2.0_f32.powi(exponent - 10)) as u16;
+    let fraction = (nearest / power_of_two(exponent - 10)) as u16;
     // The leading bit of a normal number adds 1 to the exponent.
     sign | ((((exponent + 14) as u16) << 10) + fraction)
 }

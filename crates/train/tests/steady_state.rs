@@ -23,9 +23,10 @@ fn steps_allocate_nothing() {
     // There is one test, because allocations of another one at the same time would be counted.
     check_metrics();
     let f16 = ["training.dtype=f16", "training.reduce_dtype=bf16", "training.loss_scale_initial=256"];
-    check(&[]);
-    check(&f16);
-    check(&["training.dtype=bf16", "training.fp8=hybrid"]);
+    let threads = "training.threads=2";
+    check(&[threads]);
+    check(&[&[threads], &f16[..]].concat());
+    check(&[threads, "training.dtype=bf16", "training.fp8=hybrid"]);
     check(&["training.dtype=bf16", "memory.bf16_parameters=true"]);
     for stage in ["parallelism.zero_stage=1", "parallelism.zero_stage=2", "parallelism.zero_stage=3"] {
         check(&[stage]);
@@ -92,7 +93,7 @@ fn check(keys: &[&str]) {
 /// Checks a run with its two ranks on these hosts.
 fn check_on(hosts: &[usize; 2], keys: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
-    let config = job(folder.path(), "run", 2, 1000, &[&["training.threads=2"], keys].concat());
+    let config = job(folder.path(), "run", 2, 1000, keys);
     count_on(hosts, &config, None);
 }
 

@@ -13,7 +13,7 @@ use trireme_parallel::{
 };
 use trireme_schedule::collective::FlatAlgorithm;
 use trireme_tensor::Category;
-use trireme_testkit::{random_batch, run_ranks, small_models};
+use trireme_testkit::{on_threads, random_batch, run_ranks, small_models};
 
 /// The rank of the low-rank codec: small enough that it saves bytes on the matrices of small models.
 const RANK: usize = 2;
@@ -289,11 +289,7 @@ fn run_joined<T: Send>(transport: TransportChoice, rank: impl Fn(Group) -> T + S
         transport,
         ..JoinOptions::new(Rank(rank), 2)
     };
-    std::thread::scope(|scope| {
-        let rank = &rank;
-        let threads = [0, 1].map(|number| scope.spawn(move || rank(join(&options(number)).unwrap())));
-        threads.into_iter().map(|thread| thread.join().expect("a rank panicked")).collect()
-    })
+    on_threads(vec![0, 1], &|number| rank(join(&options(number)).unwrap()))
 }
 
 #[test]

@@ -10,7 +10,7 @@ use trireme_schedule::collective::{Algorithm, FlatAlgorithm};
 use trireme_schedule::pipeline::ScheduleKind;
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{BackendKind, Category, DetachedOptions, ParameterClass, ParameterInfo, Precision};
-use trireme_testkit::{random_batch, run_ranks};
+use trireme_testkit::{on_threads, random_batch, run_ranks};
 
 /// Relative difference of losses where ranks sum in another order.
 const LOSS_TOLERANCE: f64 = 1e-5;
@@ -294,18 +294,9 @@ fn shadows_keep_the_order_of_sums() {
     let options_of_run = ExecutorOptions { determinism: Determinism::Run, ..OPTIONS };
     let [without, with] = [0, 3].map(|num_shadowed| {
         config.experts.as_mut().unwrap().exchange.num_shadowed = num_shadowed;
-        std::thread::scope(|scope| {
-            let config = &config;
-            let layout = Layout { options: options_of_run, experts: 4, ..plain() };
-            let threads: Vec<_> = inproc_world_on(&[0, 1, 2, 3], &options)
-                .into_iter()
-                .map(|group| {
-                    let layout = layout.clone();
-                    scope.spawn(move || train(config, group, 1, &layout))
-                })
-                .collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).next().unwrap()
-        })
+        let layout = Layout { options: options_of_run, experts: 4, ..plain() };
+        let groups = inproc_world_on(&[0, 1, 2, 3], &options);
+        on_threads(groups, &|group| train(&config, group, 1, &layout)).swap_remove(0)
     });
     assert!(without == with);
 }

@@ -307,8 +307,11 @@ impl Queue {
         if state.random.below(8) < u64::from(state.eagerness) {
             state.num_eager_jobs += 1;
         }
+        let is_due = state.is_due();
         drop(state);
-        self.changed.notify_all();
+        if is_due {
+            self.changed.notify_all();
+        }
         clock
     }
 
@@ -419,10 +422,14 @@ impl State {
         (0..NUM_STREAMS).any(|stream| self.is_ready(stream))
     }
 
+    /// Returns whether a job must run when it is ready.
+    fn is_due(&self) -> bool {
+        self.is_demanded || self.is_closed || self.num_eager_jobs > 0
+    }
+
     /// Chooses the stream whose next job runs.
     fn choose(&mut self) -> Option<usize> {
-        let is_due = self.is_demanded || self.is_closed || self.num_eager_jobs > 0;
-        if !is_due || !self.can_run() {
+        if !self.is_due() || !self.can_run() {
             return None;
         }
         self.num_eager_jobs = self.num_eager_jobs.saturating_sub(1);

@@ -13,7 +13,7 @@ use trireme_tensor::{
     Fp8Recipe, Fp8State, GradSink, GradTarget, Initial, Parameter, ParameterInfo, ParameterSpan,
     ParameterTable, Parameters, PassState, Precision, Tape,
 };
-use trireme_testkit::{TracedDevice, test_gpu};
+use trireme_testkit::{TracedDevice, on_threads, test_gpu};
 
 /// Gradients, and which of them are partial sums.
 struct Grads {
@@ -184,12 +184,9 @@ fn run_ranks(
 ) -> (f64, Vec<(String, Vec<f32>)>) {
     let options = DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() };
     let devices: Vec<TracedDevice> = (0..degree).map(|_| TracedDevice::open(options).unwrap()).collect();
-    let found: Vec<Found> = std::thread::scope(|scope| {
-        let ranks = ThreadRank::all(degree).into_iter().zip(&devices).map(|(ops, device)| {
-            let axis = (degree > 1).then(|| TensorAxis { ops, shards_rows });
-            scope.spawn(move || run(device, axis, precision))
-        });
-        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    let ranks: Vec<_> = ThreadRank::all(degree).into_iter().zip(&devices).collect();
+    let found: Vec<Found> = on_threads(ranks, &|(ops, device)| {
+        run(device, (degree > 1).then(|| TensorAxis { ops, shards_rows }), precision)
     });
     assert!(found.iter().all(|(loss, _)| *loss == found[0].0), "ranks have one loss");
     let joined = |index: usize| {

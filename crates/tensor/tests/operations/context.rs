@@ -12,7 +12,7 @@ use trireme_tensor::{
     AttentionRule, BackendKind, Category, DetachedOptions, Device, DeviceOptions, Parameters, PassState,
     Precision, Shape, Tape, Tensor,
 };
-use trireme_testkit::{TracedDevice, test_gpu};
+use trireme_testkit::{TracedDevice, on_threads, test_gpu};
 
 const BATCH: usize = 2;
 const LEN: usize = 24;
@@ -129,20 +129,15 @@ fn run_ranks(backend: BackendKind, case: Case, degree: usize, heads: usize) -> [
     let axes = |groups: usize, len: usize| (0..groups).map(|_| ThreadRank::all(len)).collect::<Vec<_>>();
     let (rings, all_heads) = (axes(heads, ring), axes(ring, heads));
     let devices: Vec<TracedDevice> = (0..degree).map(|_| TracedDevice::open(options).unwrap()).collect();
-    let found: Vec<[Vec<f32>; 3]> = std::thread::scope(|scope| {
-        let ranks = AxisRank::all(degree).zip(&devices).map(|(place, device)| {
-            let ContextRank { ring: on_ring, heads: of_heads } = ContextRank::new(place, heads);
-            let ops = |axis: &Arc<ThreadRank>| Arc::clone(axis) as Arc<dyn AxisOps>;
-            let axis = ContextAxis {
-                ring: (ring > 1).then(|| ops(&rings[of_heads.rank][on_ring.rank])),
-                heads: (heads > 1).then(|| ops(&all_heads[on_ring.rank][of_heads.rank])),
-            };
-            scope.spawn(move || {
-                let parameters = no_parameter_values(device);
-                run(device, &parameters, case, (degree > 1).then_some(axis))
-            })
-        });
-        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    let ranks: Vec<_> = AxisRank::all(degree).zip(&devices).collect();
+    let found: Vec<[Vec<f32>; 3]> = on_threads(ranks, &|(place, device)| {
+        let ContextRank { ring: on_ring, heads: of_heads } = ContextRank::new(place, heads);
+        let ops = |axis: &Arc<ThreadRank>| Arc::clone(axis) as Arc<dyn AxisOps>;
+        let axis = ContextAxis {
+            ring: (ring > 1).then(|| ops(&rings[of_heads.rank][on_ring.rank])),
+            heads: (heads > 1).then(|| ops(&all_heads[on_ring.rank][of_heads.rank])),
+        };
+        run(device, &no_parameter_values(device), case, (degree > 1).then_some(axis))
     });
     let widths = if case.is_separate { [OUT, OUT, COLS - OUT] } else { [OUT, COLS, 0] };
     [0, 1, 2].map(|index| {

@@ -202,13 +202,13 @@ impl Case {
 
     /// Like [`check`](Case::check), with rank `r` on host `hosts[r]`.
     pub(super) fn check_on(&self, model: &dyn TestModel, hosts: &[usize]) {
+        // Threads of several ranks would compete for the processors.
+        let num_threads = if hosts.len() == 1 { self.num_threads } else { 1 };
+        let case = Case { num_threads, ..self.clone() };
+        case.check_backend(model, BackendKind::Cpu, hosts);
+        // Larger worlds exchange in the same way on every backend.
         if hosts.len() <= 2 {
-            self.check_backend(model, BackendKind::Cpu, hosts);
-            self.check_backend(model, BackendKind::Detached(DetachedOptions::default()), hosts);
-        } else {
-            // Larger worlds exchange in the same way on every backend. With one thread a rank, fewer threads compete for the processors.
-            let case = Case { num_threads: 1, ..self.clone() };
-            case.check_backend(model, BackendKind::Cpu, hosts);
+            case.check_backend(model, BackendKind::Detached(DetachedOptions::default()), hosts);
         }
     }
 

@@ -89,17 +89,20 @@ pub(crate) fn result<T: Value>(
     len: usize,
     index: usize,
 ) -> Option<T> {
-    let owner = (0..world_size).find(|&rank| block(Rank(rank), world_size, len).contains(&index));
-    let owner = owner.expect("every element is in a block");
+    let owner = || {
+        let owner = (0..world_size).find(|&rank| block(Rank(rank), world_size, len).contains(&index));
+        owner.expect("every element is in a block")
+    };
     match kind {
         Kind::AllReduce(op) => Some(expected(op, world_size, index)),
         Kind::Reduce(op, root) => (root.0 == rank).then(|| expected(op, world_size, index)),
         Kind::Broadcast(root) => Some(T::of(root.0, index)),
-        Kind::AllGather => Some(T::of(owner, index)),
-        Kind::ReduceScatter(op) => (owner == rank).then(|| expected(op, world_size, index)),
-        Kind::Gather(root) => (root.0 == rank).then(|| T::of(owner, index)),
-        Kind::Scatter(root) => (owner == rank).then(|| T::of(root.0, index)),
+        Kind::AllGather => Some(T::of(owner(), index)),
+        Kind::ReduceScatter(op) => (owner() == rank).then(|| expected(op, world_size, index)),
+        Kind::Gather(root) => (root.0 == rank).then(|| T::of(owner(), index)),
+        Kind::Scatter(root) => (owner() == rank).then(|| T::of(root.0, index)),
         Kind::AllToAll => {
+            let owner = owner();
             let within = index - block(Rank(owner), world_size, len).start;
             Some(T::of(owner, block(Rank(rank), world_size, len).start + within))
         }

@@ -3,23 +3,26 @@ use trireme_base::{Bf16, F16, ReduceOp};
 use trireme_comm::Element;
 
 /// The reduction in the canonical order of `trireme_schedule::collective`, by plain recursion.
-pub(crate) fn oracle<T: Copy>(values: &[T], combine: &impl Fn(T, T) -> T) -> T {
-    let num_leaves = 1 << values.len().ilog2();
-    let extra = values.len() - num_leaves;
-    let (folded, rest) = values.split_at(2 * extra);
-    let pairs = folded.chunks(2).map(|pair| combine(pair[0], pair[1]));
-    let leaves: Vec<T> = pairs.chain(rest.iter().copied()).collect();
-    balanced(&leaves, combine)
+fn oracle<T>(num_values: usize, value: impl Fn(usize) -> T, combine: &impl Fn(T, T) -> T) -> T {
+    let num_leaves = 1 << num_values.ilog2();
+    let extra = num_values - num_leaves;
+    let leaf = |index| {
+        if index < extra { combine(value(2 * index), value(2 * index + 1)) } else { value(index + extra) }
+    };
+    balanced(0, num_leaves, &leaf, combine)
 }
 
-fn balanced<T: Copy>(leaves: &[T], combine: &impl Fn(T, T) -> T) -> T {
-    match leaves {
-        [leaf] => *leaf,
-        _ => {
-            let (left, right) = leaves.split_at(leaves.len() / 2);
-            combine(balanced(left, combine), balanced(right, combine))
-        }
+fn balanced<T>(
+    first: usize,
+    num_leaves: usize,
+    leaf: &impl Fn(usize) -> T,
+    combine: &impl Fn(T, T) -> T,
+) -> T {
+    if num_leaves == 1 {
+        return leaf(first);
     }
+    let half = num_leaves / 2;
+    combine(balanced(first, half, leaf, combine), balanced(first + half, half, leaf, combine))
 }
 
 pub(crate) trait Value: Element {
@@ -115,8 +118,7 @@ integer_value!(i64);
 
 /// The expected element of a reduction over all ranks.
 pub(crate) fn expected<T: Value>(op: ReduceOp, world_size: usize, index: usize) -> T {
-    let values: Vec<T> = (0..world_size).map(|rank| T::of(rank, index)).collect();
-    let reduced = oracle(&values, &|left, right| match op {
+    let reduced = oracle(world_size, |rank| T::of(rank, index), &|left: T, right: T| match op {
         ReduceOp::Sum | ReduceOp::Mean => left.sum(right),
         ReduceOp::Prod => left.product(right),
         ReduceOp::Max => {
