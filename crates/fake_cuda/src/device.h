@@ -125,7 +125,7 @@ inline float fake_f16(uint16_t bits) {
     uint32_t exponent = bits >> 10 & 31, fraction = bits & 1023;
     float magnitude = float(fraction) * 0x1p-24f;
     if (exponent > 0) {
-        // The exponents' biases are 15 and 127.
+        // The exponent bias is 15 in f16 and 127 in f32.
         uint32_t word = (exponent == 31 ? 255 : exponent + 127 - 15) << 23 | fraction << 13;
         std::memcpy(&magnitude, &word, sizeof magnitude);
     }

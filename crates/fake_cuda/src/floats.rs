@@ -1,22 +1,22 @@
 //! Conversions of f16 and bf16.
 
 /// Smallest positive f16.
-const SUBNORMAL_F16: f32 = 1.0 / (1 << 24) as f32;
+const F16_MIN_POSITIVE: f32 = 1.0 / (1 << 24) as f32;
 
 /// Returns the value of the bits of an f16.
 pub(crate) fn widened(bits: u16) -> f32 {
     let (sign, exponent, fraction) =
         (u32::from(bits >> 15), u32::from(bits >> 10 & 31), u32::from(bits & 0x3ff));
-    // The exponents' biases are 15 and 127.
+    // The exponent bias is 15 in f16 and 127 in f32.
     let magnitude = match exponent {
-        0 => (fraction as f32 * SUBNORMAL_F16).to_bits(),
-        31 => 255 << 23 | fraction << 13,
-        exponent => exponent + 127 - 15 << 23 | fraction << 13,
+        0 => (fraction as f32 * F16_MIN_POSITIVE).to_bits(),
+        31 => (255 << 23) | (fraction << 13),
+        exponent => ((exponent + 127 - 15) << 23) | (fraction << 13),
     };
-    f32::from_bits(sign << 31 | magnitude)
+    f32::from_bits((sign << 31) | magnitude)
 }
 
-/// Returns 2^`exponent`, which is a normal number.
+/// Returns 2^`exponent`, for exponents from -126 to 127. Faster than `powi`.
 fn power_of_two(exponent: i32) -> f32 {
     f32::from_bits(((exponent + 127) as u32) << 23)
 }

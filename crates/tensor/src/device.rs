@@ -402,6 +402,12 @@ impl Device {
         &self.staging
     }
 
+    /// Returns the first error of pinning memory of this device, which is the [host](Device::host) of a GPU; `None` if all is pinned, or for
+    /// other devices. Copies between memory that is not pinned and the GPU are slow.
+    pub fn pinning_failure(&self) -> Option<&str> {
+        self.arena.mapping().pinning_failure()
+    }
+
     /// Returns the use of a GPU's memory by all programs; `None` if the device is not a GPU.
     ///
     /// # Errors

@@ -102,6 +102,7 @@ pub struct Trainer<'a> {
     /// The files to which activations spill if uneven loads leave no room for them.
     spill: Option<Arc<Spill>>,
     has_reported_spill: bool,
+    has_reported_pinning: bool,
     /// The step after which units moved last, if they did.
     moved_after: Option<u64>,
     train: Box<dyn Dataset>,

@@ -23,6 +23,7 @@ fn steps_allocate_nothing() {
     // There is one test, because allocations of another one at the same time would be counted.
     check_metrics();
     let f16 = ["training.dtype=f16", "training.reduce_dtype=bf16", "training.loss_scale_initial=256"];
+    // More threads of two ranks compete for the processors, so few checks have them.
     let threads = "training.threads=2";
     check(&[threads]);
     check(&[&[threads], &f16[..]].concat());

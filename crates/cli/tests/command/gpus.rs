@@ -170,7 +170,7 @@ fn a_run_of_the_cpu_continues_on_a_gpu() {
     assert_close(&fixture.losses("gpu"), &expected[2..], F32_TOLERANCE, "resumed");
 }
 
-/// As with a low limit on locked memory.
+/// With a low limit on locked memory, pinning fails. The run says so, and has the same losses.
 #[test]
 fn a_run_goes_on_without_pinned_memory() {
     let fixture = Fixture::with_corpus();
@@ -179,7 +179,8 @@ fn a_run_goes_on_without_pinned_memory() {
     for pinned in ["1024", "0"] {
         let Some(mut command) = gpu_run(&fixture, "1", arguments) else { return };
         command.env("FAKE_CUDA_PINNED", pinned);
-        Running::start(command).end().succeeded();
+        let text = Running::start(command).end().succeeded();
+        assert_eq!(text.contains("memory of the host could not be pinned"), pinned == "0", "{text}");
         losses.push(fixture.losses("tiny"));
     }
     assert_eq!(losses[0], losses[1]);

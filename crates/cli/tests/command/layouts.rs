@@ -1,5 +1,5 @@
 //! Trains every layout in worker processes, and compares the losses with the losses of one worker. `cargo xtask ladder` trains every model
-//! under every layout and prints the table; the other test takes a part of it, and fewer steps.
+//! under every layout and prints the table; the other test trains a part of the table for fewer steps.
 
 use crate::common::{Fixture, Running, assert_contains};
 use std::fmt::{self, Write};
@@ -259,6 +259,7 @@ fn training_programs() -> Vec<TrainingProgram> {
 #[test]
 fn every_layout_trains_as_one_worker_does() {
     check_table(8, |layout, row, column| {
+        // The models with experts are in adjacent columns, so one of them is chosen.
         let modulus = if layout.contains("expert") { WITH_EXPERTS.len() } else { 4 };
         (row + row / 6 + column) % modulus == 0
     });

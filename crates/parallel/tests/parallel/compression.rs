@@ -127,10 +127,7 @@ fn bytes_on_the_wire_are_those_of_the_formulas() {
     let group_options = GroupOptions { algorithm, ..GroupOptions::default() };
     for codec in CodecName::ALL {
         for world_size in [2, 4] {
-            std::thread::scope(|scope| {
-                let groups = inproc_world_with(world_size, &group_options);
-                groups.into_iter().for_each(|group| drop(scope.spawn(move || check_bytes(group, codec))));
-            });
+            on_threads(inproc_world_with(world_size, &group_options), &|group| check_bytes(group, codec));
         }
     }
 }

@@ -13,7 +13,7 @@ use trireme_parallel::{
 };
 use trireme_schedule::collective::FlatAlgorithm;
 use trireme_tensor::Precision;
-use trireme_testkit::{run_ranks, small_models};
+use trireme_testkit::{on_threads, run_ranks, small_models};
 
 const BLOCK_LEN: usize = 128;
 const ONE_BIT_ADAM: NamedOptimizer =
@@ -128,12 +128,8 @@ fn bytes_on_the_wire_are_those_of_the_formulas() {
     // The algorithm that sends the fewest bytes for messages of any length.
     let algorithm = Some(FlatAlgorithm::HalvingDoubling.into());
     for world_size in [2, 4] {
-        std::thread::scope(|scope| {
-            let options = GroupOptions { algorithm, ..GroupOptions::default() };
-            for group in inproc_world_with(world_size, &options) {
-                scope.spawn(move || check_bytes(group));
-            }
-        });
+        let options = GroupOptions { algorithm, ..GroupOptions::default() };
+        on_threads(inproc_world_with(world_size, &options), &check_bytes);
     }
 }
 

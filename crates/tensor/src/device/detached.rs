@@ -51,7 +51,7 @@ pub(crate) struct Detached {
 /// Jobs that were issued and have not run.
 struct Queue {
     state: Mutex<State>,
-    /// Signals that a job was issued or demanded, or that an event completed.
+    /// Signals that jobs became due or ready, or that the device was closed.
     changed: Condvar,
     options: DetachedOptions,
     weak_self: Weak<Queue>,
@@ -309,6 +309,7 @@ impl Queue {
         }
         let is_due = state.is_due();
         drop(state);
+        // Otherwise the thread would wake up only to wait again.
         if is_due {
             self.changed.notify_all();
         }
@@ -422,7 +423,7 @@ impl State {
         (0..NUM_STREAMS).any(|stream| self.is_ready(stream))
     }
 
-    /// Returns whether a job must run when it is ready.
+    /// Returns whether ready jobs should run now: a thread waits for them, the device is closed, or the seed lets some run early.
     fn is_due(&self) -> bool {
         self.is_demanded || self.is_closed || self.num_eager_jobs > 0
     }

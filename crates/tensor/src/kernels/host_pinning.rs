@@ -7,4 +7,7 @@ use std::ptr::NonNull;
 pub(crate) trait HostPinning: fmt::Debug + Send + Sync {
     /// Pins accessible memory, which stays mapped until this object is dropped. Memory that the system does not pin is copied more slowly.
     fn pin(&self, start: NonNull<u8>, num_bytes: usize);
+
+    /// Returns the error of the first [`pin`](HostPinning::pin) that failed.
+    fn failure(&self) -> Option<&str>;
 }

@@ -124,6 +124,7 @@ impl<'a> Trainer<'a> {
             rebalancer,
             spill,
             has_reported_spill: false,
+            has_reported_pinning: false,
             moved_after: None,
             train,
             validation,

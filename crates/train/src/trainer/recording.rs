@@ -41,6 +41,21 @@ impl Trainer<'_> {
         }
     }
 
+    /// Notifies the user once if copies of offloaded state are slow because the host's memory could not be pinned.
+    pub(super) fn notice_pinning(&mut self) {
+        if self.has_reported_pinning {
+            return;
+        }
+        if let Some(failure) = self.executor.host().pinning_failure() {
+            let text = format!(
+                "memory of the host could not be pinned ({failure}), so copies between it and the GPU are slow; see whether \
+                 `ulimit -l` limits it"
+            );
+            self.observer.notice_of_worker(self.executor.group().rank(), &text);
+            self.has_reported_pinning = true;
+        }
+    }
+
     /// Whether a trace is due after a step.
     pub(super) fn traces(&self, step: u64) -> bool {
         let interval = self.config.metrics().trace_interval;

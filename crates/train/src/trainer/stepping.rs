@@ -39,6 +39,7 @@ impl Trainer<'_> {
         let last_step = self.state.step + num_steps as u64;
         self.executor.record_kernel_times(self.traces(last_step));
         self.executor.run_steps(&self.step_plans, &mut self.batches.drain(..), &mut self.outcomes)?;
+        self.notice_pinning();
         if let Some(balance) = &mut self.rebalancer
             && !self.executor.timeline().is_empty()
         {

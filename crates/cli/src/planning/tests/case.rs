@@ -21,7 +21,7 @@ pub(super) struct Case {
     pub(super) shape: (usize, usize),
     /// Number of samples of a validation before the first step.
     pub(super) num_validated: Option<usize>,
-    /// Number of threads of each rank.
+    /// Number of threads of the rank, if there is one. [`check`](Case::check) gives each of several ranks one thread.
     pub(super) num_threads: usize,
 }
 
@@ -202,7 +202,7 @@ impl Case {
 
     /// Like [`check`](Case::check), with rank `r` on host `hosts[r]`.
     pub(super) fn check_on(&self, model: &dyn TestModel, hosts: &[usize]) {
-        // Threads of several ranks would compete for the processors.
+        // More threads of several ranks would compete for the processors.
         let num_threads = if hosts.len() == 1 { self.num_threads } else { 1 };
         let case = Case { num_threads, ..self.clone() };
         case.check_backend(model, BackendKind::Cpu, hosts);

@@ -90,8 +90,9 @@ pub(crate) fn result<T: Value>(
     index: usize,
 ) -> Option<T> {
     let owner = || {
-        let owner = (0..world_size).find(|&rank| block(Rank(rank), world_size, len).contains(&index));
-        owner.expect("every element is in a block")
+        let mut ranks = 0..world_size;
+        let found = ranks.find(|&rank| block(Rank(rank), world_size, len).contains(&index));
+        found.expect("every element is in a block")
     };
     match kind {
         Kind::AllReduce(op) => Some(expected(op, world_size, index)),

@@ -2,7 +2,7 @@
 use trireme_base::{Bf16, F16, ReduceOp};
 use trireme_comm::Element;
 
-/// The reduction in the canonical order of `trireme_schedule::collective`, by plain recursion.
+/// Reduces `value(0)` to `value(num_values - 1)` in the canonical order of `trireme_schedule::collective`, by plain recursion.
 fn oracle<T>(num_values: usize, value: impl Fn(usize) -> T, combine: &impl Fn(T, T) -> T) -> T {
     let num_leaves = 1 << num_values.ilog2();
     let extra = num_values - num_leaves;
@@ -12,6 +12,7 @@ fn oracle<T>(num_values: usize, value: impl Fn(usize) -> T, combine: &impl Fn(T,
     balanced(0, num_leaves, &leaf, combine)
 }
 
+/// Reduces the leaves from `first` on, whose number is a power of two.
 fn balanced<T>(
     first: usize,
     num_leaves: usize,

@@ -169,6 +169,11 @@ impl Mapping {
         Ok(end)
     }
 
+    /// Returns the first error of pinning memory of the mapping.
+    pub(crate) fn pinning_failure(&self) -> Option<&str> {
+        self.pinning.as_ref()?.failure()
+    }
+
     /// Returns `range`, shrunk to multiples of 64 KiB, to the system if it accepts the memory. The bytes then read as zeros. Keeps reserved
     /// huge pages, because other processes could take them before they are touched again, and pinned pages, which a GPU would go on to use.
     ///

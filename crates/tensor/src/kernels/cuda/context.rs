@@ -11,7 +11,7 @@ use std::ffi::{CString, c_int, c_void};
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Memory grows by at least this fraction at a time, because each request takes time.
 const GROWTH_DIVISOR: usize = 8;
@@ -283,11 +283,12 @@ impl Drop for DeviceAddresses {
 pub(super) struct PinnedMemory {
     context: Arc<Context>,
     starts: Mutex<Vec<usize>>,
+    failure: OnceLock<String>,
 }
 
 impl PinnedMemory {
     pub(super) fn new(context: &Arc<Context>) -> Self {
-        PinnedMemory { context: Arc::clone(context), starts: Mutex::default() }
+        PinnedMemory { context: Arc::clone(context), starts: Mutex::default(), failure: OnceLock::new() }
     }
 }
 
@@ -298,11 +299,17 @@ impl HostPinning for PinnedMemory {
         let pinned = self.context.enter().and_then(|()| unsafe {
             call!(driver, cuMemHostRegister_v2(start.as_ptr().cast(), num_bytes, 0))
         });
-        if pinned.is_ok() {
-            let start = start.addr().get();
-            self.starts.lock().unwrap_or_else(PoisonError::into_inner).push(start);
-            self.context.pinned.lock().unwrap_or_else(PoisonError::into_inner).push(start..start + num_bytes);
+        if let Err(error) = pinned {
+            self.failure.get_or_init(|| error.to_string());
+            return;
         }
+        let start = start.addr().get();
+        self.starts.lock().unwrap_or_else(PoisonError::into_inner).push(start);
+        self.context.pinned.lock().unwrap_or_else(PoisonError::into_inner).push(start..start + num_bytes);
+    }
+
+    fn failure(&self) -> Option<&str> {
+        self.failure.get().map(String::as_str)
     }
 }
 
