@@ -28,7 +28,7 @@ enum XtaskCommand {
     Kernels(kernels::KernelsArgs),
     /// Train small models on every layout, and print how far their losses are from the losses of one worker.
     ///
-    /// `cargo test` trains a third of these combinations, and this command all of them: some 500 runs, for minutes. It fails if a loss
+    /// `cargo test` trains a part of these combinations, and this command all of them: some 500 runs, for minutes. It fails if a loss
     /// differs by more than allowed. Without a tensor axis or a context axis, no difference is allowed.
     Ladder,
     Compare(compare::CompareArgs),

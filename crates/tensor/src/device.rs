@@ -402,8 +402,8 @@ impl Device {
         &self.staging
     }
 
-    /// Returns the first error of pinning memory of this device, which is the [host](Device::host) of a GPU; `None` if all is pinned, or for
-    /// other devices. Copies between memory that is not pinned and the GPU are slow.
+    /// Returns the first error of pinning memory of this device, which is the [host](Device::host) of a GPU; `None` if all is pinned, or
+    /// for other devices. Copies between memory that is not pinned and the GPU are slow.
     pub fn pinning_failure(&self) -> Option<&str> {
         self.arena.mapping().pinning_failure()
     }

@@ -170,7 +170,7 @@ fn a_run_of_the_cpu_continues_on_a_gpu() {
     assert_close(&fixture.losses("gpu"), &expected[2..], F32_TOLERANCE, "resumed");
 }
 
-/// With a low limit on locked memory, pinning fails. The run says so, and has the same losses.
+/// If pinning fails, the run says so, and has the same losses.
 #[test]
 fn a_run_goes_on_without_pinned_memory() {
     let fixture = Fixture::with_corpus();

@@ -48,8 +48,8 @@ impl Trainer<'_> {
         }
         if let Some(failure) = self.executor.host().pinning_failure() {
             let text = format!(
-                "memory of the host could not be pinned ({failure}), so copies between it and the GPU are slow; see whether \
-                 `ulimit -l` limits it"
+                "memory of the host could not be pinned ({failure}), so copies of offloaded state are slow; see how much \
+                 memory is free, and what the driver reports in `dmesg`"
             );
             self.observer.notice_of_worker(self.executor.group().rank(), &text);
             self.has_reported_pinning = true;
