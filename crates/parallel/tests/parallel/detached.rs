@@ -198,7 +198,7 @@ fn detached(seed: u64) -> BackendKind {
 
 /// Seeds, each of which determines an order of kernels and copies. An environment variable sets their number.
 fn seeds() -> std::ops::Range<u64> {
-    0..std::env::var("TRIREME_DETACHED_SEEDS").ok().and_then(|num| num.parse().ok()).unwrap_or(100)
+    0..std::env::var("TRIREME_DETACHED_SEEDS").ok().and_then(|num| num.parse().ok()).unwrap_or(40)
 }
 
 #[test]

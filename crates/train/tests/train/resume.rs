@@ -122,7 +122,7 @@ fn an_interrupted_run_has_the_same_bits_with_bf16_parameters() {
 #[test]
 fn a_run_that_began_on_the_cpu_ends_on_a_detached_device_and_the_other_way_round() {
     let num_seeds = std::env::var("TRIREME_DETACHED_SEEDS").ok().and_then(|num| num.parse().ok());
-    for seed in 0..num_seeds.unwrap_or(6) {
+    for seed in 0..num_seeds.unwrap_or(4) {
         let folder = tempfile::tempdir().unwrap();
         let seed = format!("training.seed={seed}");
         for (index, layout) in [
