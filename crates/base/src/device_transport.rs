@@ -124,6 +124,28 @@ pub enum DeviceStep {
     },
 }
 
+impl DeviceStep {
+    /// Calls `visit` with each span of the step.
+    pub fn for_each_span(&self, mut visit: impl FnMut(&DeviceSpan)) {
+        match self {
+            DeviceStep::Exchange(transfers) => {
+                for transfer in transfers {
+                    let (DeviceTransfer::Send { from: span, .. } | DeviceTransfer::Receive { to: span, .. }) =
+                        transfer;
+                    visit(span);
+                }
+            }
+            DeviceStep::Broadcast { span, .. }
+            | DeviceStep::AllGather { span }
+            | DeviceStep::AllReduce { span, .. }
+            | DeviceStep::ReduceScatter { span, .. }
+            | DeviceStep::Divide { span, .. } => visit(span),
+            DeviceStep::Copy { from, to } => [from, to].into_iter().for_each(visit),
+            DeviceStep::Combine { left, right, out, .. } => [left, right, out].into_iter().for_each(visit),
+        }
+    }
+}
+
 /// The identifier of a communicator, by which its ranks find each other.
 pub type DeviceCommunicatorId = [u8; 128];
 

@@ -334,6 +334,17 @@ impl Device {
         self.backend.wait_for(event, Location::caller());
     }
 
+    /// Makes kernels issued from now on wait for the exchange of an [exchange tensor](Device::exchange_tensor), which is done at the event
+    /// `done` of the group. Blocks the caller at most until the exchange is issued to the devices. Returns false, and waits for nothing, if
+    /// the tensor is no exchange tensor.
+    #[track_caller]
+    pub fn wait_for_exchange(&self, tensor: &Tensor, done: &Event) -> bool {
+        let Some(memory) = tensor.exchanged() else { return false };
+        let issued = memory.wait_until_issued(done);
+        self.wait_for(issued.as_ref().unwrap_or(done));
+        true
+    }
+
     /// Blocks until all issued kernels have run.
     ///
     /// # Panics

@@ -94,11 +94,18 @@ impl Tensor {
         Tensor { memory: Memory::Exchange(ExchangeMemory::of(memory)), shape, dtype }
     }
 
-    /// Returns the memory of an [exchange tensor](crate::Device::exchange_tensor); `None` for other tensors. Kernels must not be issued on
-    /// it from the start of an exchange until the kernels [wait](crate::Device::wait_for) for the end of the exchange.
+    /// Returns the memory of an [exchange tensor](crate::Device::exchange_tensor), for an exchange that begins; `None` for other tensors.
+    /// Kernels must not be issued on it from the start of an exchange until the kernels [wait](crate::Device::wait_for_exchange) for its
+    /// end.
     pub fn exchange_memory(&self) -> Option<Arc<dyn DeviceMemory>> {
+        let memory = self.exchanged()?;
+        memory.begin_exchange();
+        Some(Arc::clone(memory) as _)
+    }
+
+    pub(crate) fn exchanged(&self) -> Option<&Arc<ExchangeMemory>> {
         match &self.memory {
-            Memory::Exchange(memory) => Some(Arc::clone(memory) as _),
+            Memory::Exchange(memory) => Some(memory),
             Memory::Block(_) | Memory::Lent(_) => None,
         }
     }

@@ -268,7 +268,9 @@ impl Pool {
 
     pub(crate) fn release_buffer(&self, len: usize, buffer: Pending<Buffer<Untyped>>) {
         if self.memory == PoolMemory::Device {
-            // The device's arena reuses its memory. Taken first: the thread of the group may hold on to what is only dropped.
+            // The device's arena reuses its memory, which the group holds until the exchange is done. A failure is returned where the
+            // outcomes of operations are awaited.
+            let _ = buffer.event().outcome();
             drop(buffer.try_take());
             return;
         }

@@ -13,7 +13,8 @@ use trireme_tensor::{Category, Device, DeviceError, Tensor, View, ViewMut};
 /// Otherwise it is stored on the device. If the devices of the group communicate, exchanges are in place. If not, they pass through memory
 /// of the group; the copies to and from it overlap with kernels.
 pub(crate) struct ExchangeVector {
-    /// The group's memory. Empty if the vector is on the device and is exchanged in place or never.
+    /// The group's memory. Empty if the vector is on the device and is never exchanged. If it is exchanged in place, the handle of the last
+    /// exchange, which may not be done.
     pub(super) buffer: Pending<Buffer<Untyped>>,
     /// The device's memory; `None` if kernels work in the group's memory.
     pub(super) device_tensor: Option<Tensor>,
@@ -125,12 +126,8 @@ impl ExchangeVector {
         device: &Device,
     ) -> Self {
         let DevicePart { mut device_tensor, arriving } = part;
-        if device_tensor.as_ref().is_some_and(|own| own.exchange_memory().is_some()) {
-            device.wait_for(&buffer.event());
-            // The thread of the group may hold on to what is only dropped.
-            drop(buffer.try_take());
-            let none = Buffer::private_of(DType::U8, 0).expect("an empty vector needs no memory");
-            return ExchangeVector { buffer: Pending::new(none), device_tensor };
+        if device_tensor.as_ref().is_some_and(|own| device.wait_for_exchange(own, &buffer.event())) {
+            return ExchangeVector { buffer, device_tensor };
         }
         if let Some(own) = device_tensor.as_mut().filter(|_| !arriving.is_empty()) {
             let first = arriving.start * own.dtype().size();

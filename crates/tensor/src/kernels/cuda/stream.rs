@@ -14,7 +14,8 @@ use trireme_base::{Event, EventCompleter, spawn_thread};
 
 const STREAMS: [Stream; 3] = [Stream::Compute, Stream::ToHost, Stream::FromHost];
 
-/// The streams of a device. Each has a thread that waits for the events that the host has asked for.
+/// The streams of a device. Each has a thread that waits for the events that the host has asked for. One more thread waits for events of
+/// other streams: those of communicators.
 pub(super) struct Streams {
     shared: Arc<Shared>,
     waiters: Vec<Waiter>,
@@ -50,7 +51,9 @@ struct State {
 /// An event that was recorded and has not completed.
 struct PendingEvent {
     id: u64,
-    stream: Stream,
+    stream: cuda::CUstream,
+    /// Number of the thread that waits for the event.
+    waiter: usize,
     handle: cuda::CUevent,
     completer: Arc<EventCompleter>,
     copy: Option<PendingCopy>,
@@ -80,7 +83,7 @@ impl Streams {
         }
         let shared = Arc::new(Shared { context: Arc::clone(context), handles, state: Mutex::default() });
         let mut streams = Streams { shared, waiters: Vec::new() };
-        for _ in STREAMS {
+        for _ in 0..=STREAMS.len() {
             let (sender, receiver) = channel();
             let shared = Arc::clone(&streams.shared);
             let thread = spawn_thread("cuda", move || shared.complete_events(&receiver))
@@ -122,12 +125,21 @@ impl Streams {
     /// Returns an event that completes when all jobs that were issued to the stream so far have run. `copy` is the memory of the last job
     /// if it is a copy.
     pub(super) fn record(&self, stream: Stream, copy: Option<PendingCopy>) -> Event {
+        self.record_with(self.handle(stream), stream as usize, copy)
+    }
+
+    /// As [`record`](Streams::record), of a stream of this GPU that is not among its streams for kernels and copies.
+    pub(super) fn record_on(&self, stream: cuda::CUstream) -> Event {
+        self.record_with(stream, STREAMS.len(), None)
+    }
+
+    fn record_with(&self, stream: cuda::CUstream, waiter: usize, copy: Option<PendingCopy>) -> Event {
         let shared = &self.shared;
         let mut state = shared.lock();
         let unused = shared.discard_unused(&mut state, &self.waiters);
         let id = state.num_events;
         state.num_events += 1;
-        let sender = self.waiters[stream as usize].sender.clone();
+        let sender = self.waiters[waiter].sender.clone();
         let own = Arc::downgrade(shared);
         let completer = EventCompleter::new(move || {
             if let Some(shared) = Weak::upgrade(&own) {
@@ -143,7 +155,8 @@ impl Streams {
         }
         match shared.record_handle(&mut state, stream) {
             Ok(handle) => {
-                state.pending.push(PendingEvent { id, stream, handle, completer, copy, is_demanded: false });
+                let is_demanded = false;
+                state.pending.push(PendingEvent { id, stream, waiter, handle, completer, copy, is_demanded });
             }
             Err(error) => {
                 drop(state);
@@ -171,7 +184,7 @@ impl Streams {
             drop(state);
             return event.outcome().unwrap_or_else(|cause| self.shared.fail_with(cause));
         };
-        if own.stream == stream {
+        if own.stream == self.handle(stream) {
             return;
         }
         let driver = &self.shared.context.installation.driver;
@@ -202,7 +215,7 @@ impl Shared {
     }
 
     /// Records an event of the driver on a stream.
-    fn record_handle(&self, state: &mut State, stream: Stream) -> Result<cuda::CUevent, CudaError> {
+    fn record_handle(&self, state: &mut State, stream: cuda::CUstream) -> Result<cuda::CUevent, CudaError> {
         self.context.enter()?;
         let driver = &self.context.installation.driver;
         let mut handle = state.unused.pop().unwrap_or(std::ptr::null_mut());
@@ -212,7 +225,7 @@ impl Shared {
                 let flags = cuda::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
                 call!(driver, cuEventCreate(&mut handle, flags))?;
             }
-            call!(driver, cuEventRecord(handle, self.handles[stream as usize]))?;
+            call!(driver, cuEventRecord(handle, stream))?;
         }
         Ok(handle)
     }
@@ -224,7 +237,7 @@ impl Shared {
         let is_awaited = |pending: &PendingEvent| Arc::strong_count(&pending.completer) > 1;
         for pending in &mut state.pending {
             if pending.copy.is_some() && !pending.is_demanded && !is_awaited(pending) {
-                pending.demand(&waiters[pending.stream as usize].sender);
+                pending.demand(&waiters[pending.waiter].sender);
             }
         }
         let is_unused = |pending: &mut PendingEvent| !pending.is_demanded && !is_awaited(pending);

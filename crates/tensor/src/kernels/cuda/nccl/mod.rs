@@ -180,6 +180,7 @@ impl Communicator {
             }
             let Some(step) = self.waiting.pop_front() else {
                 self.is_issued = true;
+                self.announce_issued();
                 break;
             };
             let issued = self.issue_step(&step);
@@ -193,6 +194,18 @@ impl Communicator {
         }
         self.connection().is_idle(self.nccl.api)?;
         Ok(false)
+    }
+
+    /// Tells those that wait for the memory of the running steps where the steps end on the stream, so that other streams of this GPU can
+    /// wait for it without the host.
+    fn announce_issued(&self) {
+        if self.running.is_empty() {
+            return;
+        }
+        let end = self.nccl.cuda.streams.record_on(self.connection().stream);
+        for step in &self.running {
+            step.for_each_span(|span| ExchangeMemory::of_span(span).set_issued(end.clone()));
+        }
     }
 
     fn has_run(&mut self) -> Result<bool, CudaError> {
