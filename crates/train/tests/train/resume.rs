@@ -155,7 +155,7 @@ fn a_run_that_began_on_the_cpu_ends_on_a_detached_device_and_the_other_way_round
 type WorkersAndKeys<'a> = (usize, &'a [&'a str]);
 
 /// Trains 5 steps with each layout, and 5 more with the layout after it in `layouts`. Asserts that the weights keep their bits across
-/// the change of layout, and that the losses are nearly those of 10 steps with the layout `uninterrupted`.
+/// the change of layout, and that the losses are nearly the same as in 10 steps with the layout `uninterrupted`.
 fn check_continuation<'a>(
     layouts: &[WorkersAndKeys<'a>],
     uninterrupted: WorkersAndKeys<'a>,

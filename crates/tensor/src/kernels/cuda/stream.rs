@@ -15,7 +15,7 @@ use trireme_base::{Event, EventCompleter, spawn_thread};
 const STREAMS: [Stream; 3] = [Stream::Compute, Stream::ToHost, Stream::FromHost];
 
 /// The streams of a device. Each has a thread that waits for the events that the host has asked for. One more thread waits for events of
-/// other streams: those of communicators.
+/// the streams of communicators.
 pub(super) struct Streams {
     shared: Arc<Shared>,
     waiters: Vec<Waiter>,
