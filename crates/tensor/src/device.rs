@@ -48,6 +48,7 @@ pub use replay::Replay;
 pub use timing::{CallTimer, GpuInstant, TimedCall};
 pub use transfer::PinnedMemory;
 
+use crate::exchange_memory::ExchangeMemory;
 use crate::kernels::backend::Backend;
 use crate::kernels::call::{Call, Function, FunctionCall};
 use crate::kernels::cpu::Cpu;
@@ -65,7 +66,9 @@ use counting::Counting;
 use detached::Detached;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use trireme_base::{Category, Cost, DType, DeviceTransport, Event, Journal, JournalEntry, KernelCall};
+use trireme_base::{
+    Category, Cost, DType, DeviceMemory, DeviceTransport, Event, Journal, JournalEntry, KernelCall,
+};
 
 /// Options of [`Device::open`].
 #[derive(Debug, Clone, Copy, Default)]
@@ -334,15 +337,16 @@ impl Device {
         self.backend.wait_for(event, Location::caller());
     }
 
-    /// Makes kernels issued from now on wait for the exchange of an [exchange tensor](Device::exchange_tensor), which is done at the event
-    /// `done` of the group. Blocks the caller at most until the exchange is issued to the devices. Returns false, and waits for nothing, if
-    /// the tensor is no exchange tensor.
+    /// Makes kernels issued from now on wait for an exchange that is done at the event `done` of the group. `memory` is from
+    /// [`exchange_memory`](Tensor::exchange_memory), and this was its first exchange. Blocks the caller until the ranks have met for the
+    /// exchange and it was issued to this device, or until it is done.
+    ///
+    /// # Panics
+    /// If the memory is not of a device.
     #[track_caller]
-    pub fn wait_for_exchange(&self, tensor: &Tensor, done: &Event) -> bool {
-        let Some(memory) = tensor.exchanged() else { return false };
-        let issued = memory.wait_until_issued(done);
+    pub fn wait_for_exchange(&self, memory: &dyn DeviceMemory, done: &Event) {
+        let issued = ExchangeMemory::of(memory).wait_until_issued(done);
         self.wait_for(issued.as_ref().unwrap_or(done));
-        true
     }
 
     /// Blocks until all issued kernels have run.

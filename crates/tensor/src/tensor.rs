@@ -20,7 +20,7 @@ pub struct Tensor {
 enum Memory {
     Block(Block),
     /// Memory that the ranks of a group may exchange.
-    Exchange(Arc<ExchangeMemory>),
+    Exchange(Arc<Block>),
     Lent(LentGuard),
 }
 
@@ -82,7 +82,7 @@ impl Tensor {
         category: Category,
     ) -> Result<Self> {
         let block = arena.allocate((shape, dtype), category)?;
-        Ok(Tensor { memory: Memory::Exchange(Arc::new(ExchangeMemory::new(block))), shape, dtype })
+        Ok(Tensor { memory: Memory::Exchange(Arc::new(block)), shape, dtype })
     }
 
     /// Wraps memory of an [exchange tensor](crate::Device::exchange_tensor) that a group has returned.
@@ -91,21 +91,14 @@ impl Tensor {
     /// If `memory` does not belong to an exchange tensor, or if its size does not match shape and dtype.
     pub fn from_exchange_memory(memory: Arc<dyn DeviceMemory>, shape: Shape, dtype: DType) -> Self {
         assert_eq!(Some(memory.num_bytes()), shape.num_bytes(dtype), "{shape:?}");
-        Tensor { memory: Memory::Exchange(ExchangeMemory::of(memory)), shape, dtype }
+        Tensor { memory: Memory::Exchange(Arc::clone(ExchangeMemory::of(&*memory).block())), shape, dtype }
     }
 
-    /// Returns the memory of an [exchange tensor](crate::Device::exchange_tensor), for an exchange that begins; `None` for other tensors.
-    /// Kernels must not be issued on it from the start of an exchange until the kernels [wait](crate::Device::wait_for_exchange) for its
-    /// end.
+    /// Returns the memory of an [exchange tensor](crate::Device::exchange_tensor) for an exchange; `None` for other tensors. Kernels must
+    /// not be issued on it from the start of the exchange until the kernels [wait](crate::Device::wait_for_exchange) for its end.
     pub fn exchange_memory(&self) -> Option<Arc<dyn DeviceMemory>> {
-        let memory = self.exchanged()?;
-        memory.begin_exchange();
-        Some(Arc::clone(memory) as _)
-    }
-
-    pub(crate) fn exchanged(&self) -> Option<&Arc<ExchangeMemory>> {
         match &self.memory {
-            Memory::Exchange(memory) => Some(memory),
+            Memory::Exchange(block) => Some(Arc::new(ExchangeMemory::new(Arc::clone(block)))),
             Memory::Block(_) | Memory::Lent(_) => None,
         }
     }
@@ -189,7 +182,7 @@ impl Tensor {
     pub fn num_bytes(&self) -> usize {
         match &self.memory {
             Memory::Block(block) => block.len(),
-            Memory::Exchange(memory) => memory.num_bytes(),
+            Memory::Exchange(block) => block.len(),
             Memory::Lent(memory) => memory.bytes().len(),
         }
     }
@@ -201,7 +194,7 @@ impl Tensor {
     pub fn view(&self) -> View<'_> {
         match &self.memory {
             Memory::Block(block) => View::of_owner(block, block.operand((self.shape, self.dtype))),
-            Memory::Exchange(memory) => View::of_owner(memory, memory.operand((self.shape, self.dtype))),
+            Memory::Exchange(block) => View::of_owner(block, block.operand((self.shape, self.dtype))),
             Memory::Lent(memory) => View::from_bytes(memory.bytes(), self.dtype, self.shape),
         }
     }
@@ -216,9 +209,9 @@ impl Tensor {
                 let operand = OperandMut::new(block.operand((self.shape, self.dtype)));
                 ViewMut::of_owner(block, operand)
             }
-            Memory::Exchange(memory) => {
-                let operand = OperandMut::new(memory.operand((self.shape, self.dtype)));
-                ViewMut::of_owner(memory, operand)
+            Memory::Exchange(block) => {
+                let operand = OperandMut::new(block.operand((self.shape, self.dtype)));
+                ViewMut::of_owner(block, operand)
             }
             Memory::Lent(memory) => ViewMut::from_bytes(memory.bytes_mut(), self.dtype, self.shape),
         }

@@ -157,7 +157,8 @@ impl Pool {
         if let Some(tensor) = self.on_device(&mut buffer, self.dtype) {
             return Ok(ExchangeVector { buffer: self.take_buffer(0)?, device_tensor: Some(tensor) });
         }
-        let part = DevicePart { device_tensor: self.take_device_tensor(len)?, arriving: 0..len };
+        let device_tensor = self.take_device_tensor(len)?;
+        let part = DevicePart { device_tensor, arriving: 0..len, exchanged: None };
         Ok(ExchangeVector::end_exchange(buffer, part, self.device()))
     }
 
@@ -268,10 +269,7 @@ impl Pool {
 
     pub(crate) fn release_buffer(&self, len: usize, buffer: Pending<Buffer<Untyped>>) {
         if self.memory == PoolMemory::Device {
-            // The device's arena reuses its memory, which the group holds until the exchange is done. A failure is returned where the
-            // outcomes of operations are awaited.
-            let _ = buffer.event().outcome();
-            drop(buffer.try_take());
+            drop_exchanged(buffer);
             return;
         }
         self.shared.free.lock().unwrap_or_else(PoisonError::into_inner).push((len, buffer));
@@ -280,10 +278,18 @@ impl Pool {
     /// Frees the memory of a vector instead of reusing it.
     pub(crate) fn discard(&self, vector: ExchangeVector) {
         let (own, mapped) = self.num_bytes(self.buffer_len(vector.len()));
-        drop(vector);
+        drop_exchanged(vector.buffer);
+        drop(vector.device_tensor);
         self.shared.counted.uncharge(self.category, own);
         self.shared.counted.uncharge_mapped(mapped);
     }
+}
+
+/// Frees a buffer, which the group holds until its exchange is done. A failure is returned where the outcomes of operations are awaited.
+fn drop_exchanged(buffer: Pending<Buffer<Untyped>>) {
+    let _ = buffer.event().outcome();
+    // Taken, because the thread of the group may hold on to the place of the buffer.
+    drop(buffer.try_take());
 }
 
 #[cfg(test)]

@@ -3,7 +3,8 @@
 use crate::error::Result;
 use crate::memory::WaitTracker;
 use std::ops::Range;
-use trireme_base::{DType, HostMemory, Pending};
+use std::sync::Arc;
+use trireme_base::{DType, DeviceMemory, HostMemory, Pending};
 use trireme_comm::{Buffer, Element, FusedWork, Group, PageSize, Untyped};
 use trireme_tensor::{Category, Device, DeviceError, Tensor, View, ViewMut};
 
@@ -24,6 +25,8 @@ pub(crate) struct ExchangeVector {
 pub(crate) struct DevicePart {
     pub(super) device_tensor: Option<Tensor>,
     pub(super) arriving: Range<usize>,
+    /// The memory of the tensor in this exchange, if it is in place.
+    pub(super) exchanged: Option<Arc<dyn DeviceMemory>>,
 }
 
 pub(crate) struct PendingVector {
@@ -104,10 +107,11 @@ impl ExchangeVector {
     ) -> (Buffer<Untyped>, DevicePart) {
         let ExchangeVector { mut buffer, device_tensor } = self;
         let Some(own) = device_tensor else {
-            return (buffer.wait(), DevicePart { device_tensor: None, arriving });
+            return (buffer.wait(), DevicePart { device_tensor: None, arriving, exchanged: None });
         };
         if let Some(exchanged) = exchanged_in_place(&own, device) {
-            return (exchanged, DevicePart { device_tensor: Some(own), arriving: 0..0 });
+            let memory = exchanged.device_memory();
+            return (exchanged, DevicePart { device_tensor: Some(own), arriving: 0..0, exchanged: memory });
         }
         let has_buffer = buffer.get().is_none_or(|buffer| !buffer.is_empty());
         let (len, arriving) = if has_buffer { (own.shape().num_elements(), arriving) } else { (0, 0..0) };
@@ -115,7 +119,9 @@ impl ExchangeVector {
             let part = own.view().part(leaving.start, [leaving.len()].into());
             device.download_async(part, &mut buffer, leaving.start * own.dtype().size());
         }
-        (Buffer::pending(buffer, own.dtype(), len), DevicePart { device_tensor: Some(own), arriving })
+        let dtype = own.dtype();
+        let part = DevicePart { device_tensor: Some(own), arriving, exchanged: None };
+        (Buffer::pending(buffer, dtype, len), part)
     }
 
     /// Takes the vector back after an exchange. Kernels issued later read the received elements.
@@ -125,8 +131,9 @@ impl ExchangeVector {
         part: DevicePart,
         device: &Device,
     ) -> Self {
-        let DevicePart { mut device_tensor, arriving } = part;
-        if device_tensor.as_ref().is_some_and(|own| device.wait_for_exchange(own, &buffer.event())) {
+        let DevicePart { mut device_tensor, arriving, exchanged } = part;
+        if let Some(memory) = exchanged {
+            device.wait_for_exchange(&*memory, &buffer.event());
             return ExchangeVector { buffer, device_tensor };
         }
         if let Some(own) = device_tensor.as_mut().filter(|_| !arriving.is_empty()) {

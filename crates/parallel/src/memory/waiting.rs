@@ -11,8 +11,9 @@
 //! results on several ranks must first agree with the other ranks that none has failed. For the validation loss, the sum over the ranks
 //! does this.
 //!
-//! Kernels wait for a collective of devices on the device's streams. The host waits until it was issued to them, and before it gives the
-//! memory to others, until it is done. For messages between devices, the host waits at once.
+//! Kernels wait for the exchange of a whole vector between devices on the device's streams. The host waits until it was issued to them, and
+//! before it gives the memory to others, until it is done. If it fails, kernels read data that has arrived in part. For messages between
+//! devices and for exchanges within units, the host waits at once.
 //!
 //! The host waits at once for vectors that it reads or copies itself, such as fused vectors, compressed messages, losses and norms. It also
 //! waits at once for parameters that are gathered as integers, for rows that are exchanged hierarchically, for the exchanges of an update,

@@ -33,9 +33,8 @@ impl DeviceTransport for CountingTransport {
 
     fn allocate(&self, num_bytes: usize) -> Result<Arc<dyn DeviceMemory>, DeviceTransportError> {
         let block = self.0.allocate(([num_bytes].into(), DType::U8), Category::Communication);
-        Ok(Arc::new(ExchangeMemory::new(
-            block.map_err(|error| DeviceTransportError::Device(error.to_string()))?,
-        )))
+        let block = block.map_err(|error| DeviceTransportError::Device(error.to_string()))?;
+        Ok(Arc::new(ExchangeMemory::new(Arc::new(block))))
     }
 
     fn can_reduce(&self, _dtype: DType) -> bool {

@@ -8,7 +8,7 @@ use crate::kernels::backend::{HostSide, Stream};
 use cudarc::driver::sys as cuda;
 use std::fmt;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use trireme_base::{Event, EventCompleter, spawn_thread};
 
@@ -31,6 +31,8 @@ struct Shared {
     context: Arc<Context>,
     handles: [cuda::CUstream; STREAMS.len()],
     state: Mutex<State>,
+    /// The first failure, with which all later events fail. Read without the lock of `state`, which may be held while the driver blocks.
+    failure: OnceLock<String>,
 }
 
 // SAFETY: handles of the driver may be used on any thread that has entered the context.
@@ -44,8 +46,6 @@ struct State {
     /// Events of the driver that are not in use.
     unused: Vec<cuda::CUevent>,
     num_events: u64,
-    /// The first failure, with which all later events fail.
-    failure: Option<String>,
 }
 
 /// An event that was recorded and has not completed.
@@ -81,7 +81,12 @@ impl Streams {
                 call!(driver, cuStreamCreate(handle, cuda::CUstream_flags::CU_STREAM_NON_BLOCKING as u32))?
             };
         }
-        let shared = Arc::new(Shared { context: Arc::clone(context), handles, state: Mutex::default() });
+        let shared = Arc::new(Shared {
+            context: Arc::clone(context),
+            handles,
+            state: Mutex::default(),
+            failure: OnceLock::new(),
+        });
         let mut streams = Streams { shared, waiters: Vec::new() };
         for _ in 0..=STREAMS.len() {
             let (sender, receiver) = channel();
@@ -100,7 +105,7 @@ impl Streams {
 
     /// Returns the cause of the first failure.
     pub(super) fn failure(&self) -> Option<String> {
-        self.shared.lock().failure.clone()
+        self.shared.failure.get().cloned()
     }
 
     /// Records a failure. Events fail with its cause from now on, also those that are pending.
@@ -147,7 +152,7 @@ impl Streams {
             }
         });
         let event = completer.event();
-        if let Some(cause) = &state.failure {
+        if let Some(cause) = shared.failure.get() {
             // The GPU may still write to the memory of a copy.
             std::mem::forget(copy);
             completer.complete(Err(cause.clone()));
@@ -311,10 +316,9 @@ impl Shared {
 
     /// Records a failure, and fails all pending events with the first one. The memory of pending copies is lost.
     fn fail_with(&self, cause: String) {
-        let mut state = self.lock();
-        let cause = state.failure.get_or_insert(cause).clone();
-        let pending = std::mem::take(&mut state.pending);
-        drop(state);
+        // Before the lock is taken: an event that does not see the failure is pending by then.
+        let cause = self.failure.get_or_init(|| cause);
+        let pending = std::mem::take(&mut self.lock().pending);
         for PendingEvent { completer, copy, .. } in pending {
             // The GPU may still write to the memory.
             std::mem::forget(copy);

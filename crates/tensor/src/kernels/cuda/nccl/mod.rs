@@ -126,7 +126,7 @@ impl DeviceTransport for NcclTransport {
         let block = block.map_err(|error| failure(error.to_string()))?;
         // Kernels that were issued before may still use the memory.
         self.0.cuda.record().outcome().map_err(failure)?;
-        Ok(Arc::new(ExchangeMemory::new(block)))
+        Ok(Arc::new(ExchangeMemory::new(Arc::new(block))))
     }
 
     fn can_reduce(&self, dtype: DType) -> bool {
@@ -204,7 +204,7 @@ impl Communicator {
         }
         let end = self.nccl.cuda.streams.record_on(self.connection().stream);
         for step in &self.running {
-            step.for_each_span(|span| ExchangeMemory::of_span(span).set_issued(end.clone()));
+            step.for_each_span(|span| ExchangeMemory::of(&*span.memory).set_issued(&end));
         }
     }
 
