@@ -1,8 +1,9 @@
-//! cuBLASLt: matmuls of column-major matrices, in f32. There is no algorithm that adds a bias to an odd number of rows of 16 bits.
+//! cuBLASLt: matmuls of column-major matrices, in f32. There is no algorithm that adds a bias to an odd number of rows of 16 bits. As on
+//! Hopper, fp8 matrices are multiplied only if A is transposed, B is not, and all sizes are multiples of 16.
 
 use crate::Out;
 use crate::driver::call;
-use crate::floats::{rounded, rounded_bf16, widened, widened_bf16};
+use crate::floats::{rounded, rounded_bf16, widened, widened_bf16, widened_e4m3};
 use crate::stream::{Driver, Job};
 use cudarc::cublaslt::sys::cublasStatus_t::{self, *};
 use cudarc::driver::sys::CUresult;
@@ -13,6 +14,9 @@ const TRANSPOSE_A: u32 = 3;
 const TRANSPOSE_B: u32 = 4;
 const EPILOGUE: u32 = 7;
 const BIAS_POINTER: u32 = 8;
+const A_SCALE_POINTER: u32 = 17;
+const B_SCALE_POINTER: u32 = 18;
+const BIAS_DATA_TYPE: u32 = 26;
 const EPILOGUE_BIAS: u32 = 4;
 const COMPUTE_TF32: u32 = 77;
 
@@ -25,6 +29,10 @@ struct Description {
     transposed: [bool; 2],
     has_bias: bool,
     bias: usize,
+    /// The dtype of the bias, unless it is that of the result.
+    bias_dtype: Option<Dtype>,
+    /// Addresses of numbers by which A and B are multiplied; 0 for none.
+    scales: [usize; 2],
     is_tf32: bool,
 }
 
@@ -42,6 +50,34 @@ enum Dtype {
     F32,
     F16,
     Bf16,
+    E4m3,
+    E5m2,
+}
+
+impl Dtype {
+    /// The dtype of a number of the library.
+    fn new(number: u32) -> Option<Self> {
+        Some(match number {
+            0 => Dtype::F32,
+            2 => Dtype::F16,
+            14 => Dtype::Bf16,
+            28 => Dtype::E4m3,
+            29 => Dtype::E5m2,
+            _ => return None,
+        })
+    }
+
+    fn num_bytes(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::F16 | Dtype::Bf16 => 2,
+            Dtype::E4m3 | Dtype::E5m2 => 1,
+        }
+    }
+
+    fn is_fp8(self) -> bool {
+        self.num_bytes() == 1
+    }
 }
 
 /// A matrix in device memory.
@@ -54,7 +90,7 @@ struct Matrix {
 
 impl Layout {
     fn num_bytes(&self) -> usize {
-        self.cols * self.stride * if self.dtype == Dtype::F32 { 4 } else { 2 }
+        self.cols * self.stride * self.dtype.num_bytes()
     }
 
     fn sizes(&self, is_transposed: bool) -> (usize, usize) {
@@ -76,6 +112,9 @@ impl Matrix {
                 Dtype::F32 => (self.start as *const f32).add(index).read(),
                 Dtype::F16 => widened((self.start as *const u16).add(index).read()),
                 Dtype::Bf16 => widened_bf16((self.start as *const u16).add(index).read()),
+                Dtype::E4m3 => widened_e4m3((self.start as *const u8).add(index).read()),
+                // The upper half of an f16.
+                Dtype::E5m2 => widened(u16::from((self.start as *const u8).add(index).read()) << 8),
             }
         }
     }
@@ -92,6 +131,7 @@ impl Matrix {
                 Dtype::F32 => (self.start as *mut f32).add(index).write(value),
                 Dtype::F16 => (self.start as *mut u16).add(index).write(rounded(value)),
                 Dtype::Bf16 => (self.start as *mut u16).add(index).write(rounded_bf16(value)),
+                Dtype::E4m3 | Dtype::E5m2 => unreachable!("results have more bits"),
             }
         }
     }
@@ -165,6 +205,9 @@ unsafe extern "C" fn cublasLtMatmulDescSetAttribute(
             (TRANSPOSE_B, 4) => (*description).transposed[1] = read::<u32>(value) == 1,
             (EPILOGUE, 4) => (*description).has_bias = read::<u32>(value) == EPILOGUE_BIAS,
             (BIAS_POINTER, 8) => (*description).bias = read::<usize>(value),
+            (A_SCALE_POINTER, 8) => (*description).scales[0] = read::<usize>(value),
+            (B_SCALE_POINTER, 8) => (*description).scales[1] = read::<usize>(value),
+            (BIAS_DATA_TYPE, 4) => (*description).bias_dtype = Dtype::new(read::<u32>(value)),
             _ => return CUBLAS_STATUS_INVALID_VALUE,
         }
     }
@@ -185,12 +228,7 @@ extern "C" fn cublasLtMatrixLayoutCreate(
     cols: u64,
     stride: i64,
 ) -> cublasStatus_t {
-    let dtype = match dtype {
-        0 => Dtype::F32,
-        2 => Dtype::F16,
-        14 => Dtype::Bf16,
-        _ => return CUBLAS_STATUS_INVALID_VALUE,
-    };
+    let Some(dtype) = Dtype::new(dtype) else { return CUBLAS_STATUS_INVALID_VALUE };
     if rows == 0 || cols == 0 || (stride as u64) < rows {
         return CUBLAS_STATUS_INVALID_VALUE;
     }
@@ -258,8 +296,8 @@ struct HeuristicResult {
 unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     _handle: *mut u8,
     description: *const Description,
-    _a: *const Layout,
-    _b: *const Layout,
+    a: *const Layout,
+    b: *const Layout,
     _c: *const Layout,
     d: *const Layout,
     preference: *const Preference,
@@ -267,9 +305,10 @@ unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     results: *mut HeuristicResult,
     num_results: Out<'_, c_int>,
 ) -> cublasStatus_t {
-    // SAFETY: the caller passes a description and a layout.
-    let (has_bias, d) = unsafe { ((*description).has_bias, *d) };
-    if has_bias && d.dtype != Dtype::F32 && d.rows % 2 == 1 {
+    // SAFETY: the caller passes a description, layouts and a preference.
+    let (description, [a, b, d], alignments) = unsafe { (*description, [*a, *b, *d], (*preference).0) };
+    let is_odd = description.has_bias && d.dtype != Dtype::F32 && d.rows % 2 == 1;
+    if is_odd || !supports(&description, [a, b, d], alignments) {
         num_results.write(0);
         return CUBLAS_STATUS_NOT_SUPPORTED;
     }
@@ -284,6 +323,22 @@ unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
     }
     num_results.write(num as c_int);
     CUBLAS_STATUS_SUCCESS
+}
+
+/// Returns whether the library has an algorithm for these dtypes.
+fn supports(description: &Description, [a, b, d]: [Layout; 3], alignments: [u32; 4]) -> bool {
+    if !a.dtype.is_fp8() && !b.dtype.is_fp8() {
+        return a.dtype == b.dtype && description.scales == [0; 2] && description.bias_dtype.is_none();
+    }
+    let sizes = [a.rows, a.cols, a.stride, b.rows, b.cols, b.stride, d.rows, d.cols, d.stride];
+    a.dtype.is_fp8()
+        && b.dtype.is_fp8()
+        && [a.dtype, b.dtype] != [Dtype::E5m2; 2]
+        && matches!(d.dtype, Dtype::F32 | Dtype::Bf16)
+        && description.transposed == [true, false]
+        && (!description.has_bias || description.bias_dtype == Some(Dtype::Bf16))
+        && sizes.iter().all(|size| size.is_multiple_of(16))
+        && alignments.iter().all(|alignment| *alignment >= 16)
 }
 
 impl HeuristicResult {
@@ -364,13 +419,14 @@ fn multiply(
 ) -> Result<(), CUresult> {
     let (rows, inner) = a.layout.sizes(a.is_transposed);
     let (b_inner, cols) = b.layout.sizes(b.is_transposed);
-    // The bias has the dtype of the result.
-    let bias_layout = Layout { dtype: d.layout.dtype, rows, cols: 1, stride: rows };
+    let bias_dtype = description.bias_dtype.unwrap_or(d.layout.dtype);
+    let bias_layout = Layout { dtype: bias_dtype, rows, cols: 1, stride: rows };
     let bias = Matrix { start: description.bias, layout: bias_layout, is_transposed: false };
     let bias_bytes = if description.has_bias { bias_layout.num_bytes() } else { 0 };
     let fits = inner == b_inner
         && [c, d].iter().all(|matrix| matrix.layout.sizes(false) == (rows, cols))
-        && a.layout.dtype == b.layout.dtype
+        && supports(&description, [a.layout, b.layout, d.layout], [256; 4])
+        && description.scales.iter().all(|scale| *scale == 0 || driver.memory.contains(*scale, 4))
         && c.layout.dtype == d.layout.dtype
         && [a, b, c, d].iter().all(|matrix| driver.memory.contains(matrix.start, matrix.layout.num_bytes()))
         && driver.memory.contains(bias.start, bias_bytes);
@@ -384,6 +440,12 @@ fn multiply(
         stream,
         Job::Run(
             Box::new(move || {
+                let scale = |address: usize| match address {
+                    0 => 1.0,
+                    // SAFETY: jobs run while device memory is accessible, and it has this number, as was checked above.
+                    address => unsafe { (address as *const f32).read() },
+                };
+                let alpha = alpha * scale(description.scales[0]) * scale(description.scales[1]);
                 for col in 0..cols {
                     for row in 0..rows {
                         // SAFETY: jobs run while device memory is accessible, and the matrices were checked above.

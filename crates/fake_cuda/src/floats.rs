@@ -1,4 +1,4 @@
-//! Conversions of f16 and bf16.
+//! Conversions of f16, bf16 and fp8.
 
 /// Smallest positive f16.
 const F16_MIN_POSITIVE: f32 = 1.0 / (1 << 24) as f32;
@@ -39,6 +39,17 @@ pub(crate) fn rounded(value: f32) -> u16 {
     let fraction = (nearest / power_of_two(exponent - 10)) as u16;
     // The leading bit of a normal number adds 1 to the exponent.
     sign | ((((exponent + 14) as u16) << 10) + fraction)
+}
+
+/// Returns the value of the bits of an fp8 number in the format E4M3.
+pub(crate) fn widened_e4m3(bits: u8) -> f32 {
+    let (exponent, fraction) = (bits >> 3 & 15, f32::from(bits & 7));
+    let magnitude = match exponent {
+        _ if bits & 0x7f == 0x7f => f32::NAN,
+        0 => fraction * power_of_two(-9),
+        exponent => (8.0 + fraction) * power_of_two(i32::from(exponent) - 10),
+    };
+    if bits & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
 /// Returns the value of the bits of a bf16.

@@ -41,7 +41,7 @@ pub use error::DeviceError;
 pub(crate) use error::Result;
 pub use functions::RowInput;
 pub use grouped::RowGroups;
-pub use matmul::{MatmulEpilogue, Transposition};
+pub use matmul::{MatmulEpilogue, MatmulOperand, Transposition};
 pub use optimizer::UpdatePass;
 pub use recorded::RecordedCalls;
 pub use replay::Replay;

@@ -1,4 +1,5 @@
-//! Emulated training in 8-bit floats: matmul operands are rounded as fp8 hardware would round them.
+//! Training in 8-bit floats: operands of matmuls are rounded to fp8. GPUs that have fp8 units multiply the codes; elsewhere, their values
+//! are multiplied in bf16.
 //!
 //! Formats and their use follow Micikevicius et al. ("FP8 formats for deep learning", 2022): the matmuls of linear layers have fp8
 //! operands, and everything else keeps its precision. An operand is multiplied by a scale before it is rounded, so that its largest values
@@ -96,6 +97,48 @@ impl Fp8Scale {
     }
 }
 
+/// Values as 8-bit codes with a scale in common.
+#[derive(Debug)]
+pub(crate) struct Fp8Tensor {
+    codes: Tensor,
+    /// The reciprocal of the scale, `[1]`.
+    reciprocal: Tensor,
+    format: Fp8Format,
+}
+
+impl Fp8Tensor {
+    pub(crate) fn view(&self) -> Fp8View<'_> {
+        let scaling = Fp8Scaling { reciprocal: self.reciprocal.view(), format: self.format };
+        Fp8View { codes: self.codes.view(), scaling }
+    }
+
+    /// Returns the codes and the reciprocal of the scale.
+    pub(crate) fn into_parts(self) -> [Tensor; 2] {
+        [self.codes, self.reciprocal]
+    }
+}
+
+/// A borrowed matrix of 8-bit codes.
+#[derive(Debug, Clone, Copy)]
+pub struct Fp8View<'a> {
+    pub(crate) codes: View<'a>,
+    pub(crate) scaling: Fp8Scaling<View<'a>>,
+}
+
+/// The meaning of 8-bit codes: values of a format, times a factor.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Fp8Scaling<A> {
+    /// The factor, an f32.
+    pub(crate) reciprocal: A,
+    pub(crate) format: Fp8Format,
+}
+
+impl<A: Copy> Fp8Scaling<A> {
+    pub(crate) fn map<B>(&self, function: impl FnOnce(A) -> B) -> Fp8Scaling<B> {
+        Fp8Scaling { reciprocal: function(self.reciprocal), format: self.format }
+    }
+}
+
 /// Bound on the magnitude of scale exponents. Beyond it, rounded values would not be normal in bf16.
 pub(crate) const SCALE_EXPONENT_MAX: i32 = 100;
 
@@ -146,7 +189,7 @@ impl Fp8Scales {
 }
 
 impl Fp8Layer<'_> {
-    /// Returns a bf16 copy of `values`, rounded to the format of `operand`.
+    /// Returns the codes of `values` in the format of `operand`.
     ///
     /// Before the first amax is known, the scale is derived from the values themselves (*current scaling*).
     pub(crate) fn quantize(
@@ -154,18 +197,38 @@ impl Fp8Layer<'_> {
         device: &Device,
         operand: LinearOperand,
         values: View<'_>,
-    ) -> Result<Tensor> {
+    ) -> Result<Fp8Tensor> {
         let place = self.layer * NUM_OPERANDS + operand as usize;
         let history_max = f32::from_bits(self.scales.history_max[place].load(Ordering::Relaxed));
         let reference = (history_max > 0.0).then_some(history_max);
         let scale = Fp8Scale { recipe: self.scales.recipe, operand, reference };
-        let mut rounded = device.activation_of(values.shape(), DType::Bf16)?;
+        let mut codes = device.activation_of(values.shape(), DType::U8)?;
+        let mut reciprocal = device.activation([1])?;
         let mut amaxes = self.scales.amaxes();
         let amax = self.records_amaxes.then(|| amaxes.view_mut().into_part(place, [1].into()));
         let mut own_amax = if scale.is_known() { None } else { Some(device.activation([1])?) };
         let own_amax = own_amax.as_mut().map(Tensor::view_mut);
-        device.quantize_fp8(values, scale, rounded.view_mut(), amax, own_amax);
+        device.quantize_fp8(values, scale, codes.view_mut(), reciprocal.view_mut(), amax, own_amax);
+        Ok(Fp8Tensor { codes, reciprocal, format: scale.format() })
+    }
+
+    /// Returns a bf16 copy of `values`, rounded to the format of `operand`.
+    pub(crate) fn round(&self, device: &Device, operand: LinearOperand, values: View<'_>) -> Result<Tensor> {
+        let quantized = self.quantize(device, operand, values)?;
+        let mut rounded = device.activation_of(values.shape(), DType::Bf16)?;
+        let Fp8View { codes, scaling } = quantized.view();
+        device.dequantize_fp8(codes, scaling, rounded.view_mut());
         Ok(rounded)
+    }
+
+    /// Returns the values of a tensor of [`quantize`](Fp8Layer::quantize) from its parts.
+    pub(crate) fn view<'a>(
+        &self,
+        operand: LinearOperand,
+        codes: View<'a>,
+        reciprocal: View<'a>,
+    ) -> Fp8View<'a> {
+        Fp8View { codes, scaling: Fp8Scaling { reciprocal, format: self.scales.recipe.format(operand) } }
     }
 }
 

@@ -29,10 +29,10 @@ pub use declaration::{Initial, Parameter, ParameterClass};
 pub use device::{
     BackendKind, CallTimer, CudaError, CudaFolders, CudaInstallation, CudaOptions, CudaReport,
     DetachedOptions, Device, DeviceError, DeviceOptions, Expr, FoundLibrary, Gpu, GpuInstant,
-    LIBRARY_VARIABLE, MatmulEpilogue, PageSource, PinnedMemory, RecordedCalls, Replay, RowGroups, RowInput,
-    TimedCall, Transposition, UpdatePass, WaitSite,
+    LIBRARY_VARIABLE, MatmulEpilogue, MatmulOperand, PageSource, PinnedMemory, RecordedCalls, Replay,
+    RowGroups, RowInput, TimedCall, Transposition, UpdatePass, WaitSite,
 };
-pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
+pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State, Fp8View};
 pub use kernels::{
     Activation, AttentionRule, AttentionShape, ExactSum, ExpertGroups, FactoredMatrix, FactoredMoments,
     FactoredStep, GroupLimit, IntegerFormat, LatentHeadShape, LeafRun, Piece, Pieces, RoutingRule, SimdLevel,

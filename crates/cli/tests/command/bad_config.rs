@@ -56,7 +56,10 @@ fn values_that_cannot_be() {
         ("training.local_batch_size=-1", &["expected a whole number from 1"]),
         ("training.steps=many", &["expected a whole number, 0 or more"]),
         ("training.dtype=int8", &["expected \"f32\", \"bf16\" or \"f16\""]),
-        ("training.fp8=hybrid", &["fp8 is emulated in bf16", "set dtype = \"bf16\""]),
+        (
+            "training.fp8=hybrid",
+            &["fp8 leaves everything but matrix products in bf16", "set dtype = \"bf16\""],
+        ),
         ("launch.workers=-1", &["expected a whole number from 0"]),
         ("model.num_heads=5", &["num_heads 5 does not divide hidden_size 32"]),
         ("comm.bind_address=::1", &["unknown key in [comm]"]),

@@ -170,6 +170,24 @@ fn a_run_of_the_cpu_continues_on_a_gpu() {
     assert_close(&fixture.losses("gpu"), &expected[2..], F32_TOLERANCE, "resumed");
 }
 
+/// GPUs of compute capability 8.0 have no fp8 units.
+#[test]
+fn runs_in_fp8_have_nearly_the_losses_of_the_cpu() {
+    let fixture = Fixture::with_corpus();
+    let arguments = "--workers 1 --resume never --set model.hidden_size=32 --set training.dtype=bf16 --set training.fp8=hybrid";
+    fixture.run(&format!("train tiny.toml {arguments} --set run.name=cpu")).succeeded();
+    let expected = fixture.losses("cpu");
+    for capability in ["80", "90"] {
+        let Some(mut command) = gpu_run(&fixture, "1", arguments) else { return };
+        command.env("FAKE_CUDA_CAPABILITY", capability);
+        assert_contains(
+            &Running::start(command).end().succeeded(),
+            &["fp8 is emulated on CPUs, and on GPUs before"],
+        );
+        assert_close(&fixture.losses("tiny"), &expected, 1e-5, capability);
+    }
+}
+
 /// If pinning fails, the run says so, and has the same losses.
 #[test]
 fn a_run_goes_on_without_pinned_memory() {

@@ -1,9 +1,11 @@
 //! Matmul kernels.
 
 use super::{Device, Result};
+use crate::fp8::{Fp8Scaling, Fp8View};
+use crate::kernels::Operand;
 use crate::kernels::call::MatmulCall;
 use crate::kernels::cpu::element::Floats;
-use crate::kernels::cpu::matmul::{MatmulSizes, Matrix};
+use crate::kernels::cpu::matmul::{MatmulSizes, Matrix, fp8_scratch_words};
 use crate::kernels::cuda::matmul_scratch_words;
 use crate::precision::Precision;
 use crate::view::{View, ViewMut};
@@ -26,7 +28,7 @@ pub enum MatmulEpilogue<'a> {
     /// Adds the result to the destination's values, which are f32.
     Accumulate,
     /// Adds an f32 bias and an f32 residual, both optional, to the result. Without a residual, GPUs round the bias to the dtype of the
-    /// result before they add it.
+    /// result before they add it; with fp8 operands, they may round it to bf16.
     Add {
         /// One value per column.
         bias: Option<View<'a>>,
@@ -35,9 +37,41 @@ pub enum MatmulEpilogue<'a> {
     },
 }
 
+/// An operand of a matmul.
+#[derive(Debug, Clone, Copy)]
+pub enum MatmulOperand<'a> {
+    /// Values, which are rounded to the precision of the matmul.
+    Values(View<'a>),
+    /// 8-bit codes.
+    Fp8(Fp8View<'a>),
+}
+
+impl<'a> From<View<'a>> for MatmulOperand<'a> {
+    fn from(values: View<'a>) -> Self {
+        MatmulOperand::Values(values)
+    }
+}
+
+impl<'a> MatmulOperand<'a> {
+    /// Returns the values, or the codes.
+    pub(crate) fn elements(&self) -> View<'a> {
+        match self {
+            MatmulOperand::Values(values) => *values,
+            MatmulOperand::Fp8(quantized) => quantized.codes,
+        }
+    }
+
+    fn scaling(&self) -> Option<Fp8Scaling<Operand>> {
+        match self {
+            MatmulOperand::Values(_) => None,
+            MatmulOperand::Fp8(quantized) => Some(quantized.scaling.map(View::operand)),
+        }
+    }
+}
+
 impl Device {
     /// Computes `out = op(left) op(right) + epilogue` for matrices. Operands are rounded to `precision`; sums are f32. `out` is `rows x
-    /// cols`.
+    /// cols`. fp8 operands are multiplied by fp8 units if the device has them and all sizes are multiples of 16; otherwise in bf16.
     ///
     /// Cost: `2 rows cols inner` floating-point operations.
     ///
@@ -45,15 +79,24 @@ impl Device {
     /// If there is no memory to pack operands.
     ///
     /// # Panics
-    /// If the shapes do not match, if an operand is not a float type, or if an accumulated destination, bias or residual is not f32.
-    pub fn matmul(
+    /// If the shapes do not match, if an operand is not a float type, or if an accumulated destination, bias or residual is not f32. If one
+    /// operand is fp8 and the other is not, or if both are and `precision` is not bf16.
+    pub fn matmul<'a>(
         &self,
         precision: Precision,
-        left: (View<'_>, Transposition),
-        right: (View<'_>, Transposition),
+        (left, left_transposition): (impl Into<MatmulOperand<'a>>, Transposition),
+        (right, right_transposition): (impl Into<MatmulOperand<'a>>, Transposition),
         out: ViewMut<'_>,
         epilogue: MatmulEpilogue<'_>,
     ) -> Result<()> {
+        let (left, right): (MatmulOperand<'_>, MatmulOperand<'_>) = (left.into(), right.into());
+        let fp8 = match [&left, &right].map(MatmulOperand::scaling) {
+            [Some(left), Some(right)] => Some([left, right]),
+            [None, None] => None,
+            _ => panic!("an fp8 operand and one that is not"),
+        };
+        assert!(fp8.is_none() || precision == Precision::Bf16, "fp8 operands in {precision}");
+        let (left, right) = ((left.elements(), left_transposition), (right.elements(), right_transposition));
         let ((rows, inner), (right_inner, cols)) = (sides(&left), sides(&right));
         assert_eq!(inner, right_inner, "{:?} times {:?}", left.0.shape(), right.0.shape());
         assert_eq!([out.shape().rows(), out.shape().cols()], [rows, cols], "a product of {rows} x {cols}");
@@ -72,13 +115,14 @@ impl Device {
             out: out.into_operand(),
             scratch: scratch.view_mut().into_operand(),
             precision,
+            fp8,
             transposed: [left.1, right.1].map(|transpose| transpose == Transposition::Yes),
             accumulate: matches!(epilogue, MatmulEpilogue::Accumulate),
         });
         Ok(())
     }
 
-    /// Returns the 32-bit words of scratch memory for a matmul. The CPU packs operands in it.
+    /// Returns the 32-bit words of scratch memory for a matmul. The CPU packs operands in it, after the bf16 values of fp8 operands.
     pub(super) fn matmul_scratch_words(
         &self,
         precision: Precision,
@@ -88,9 +132,12 @@ impl Device {
         if self.is_gpu {
             return matmul_scratch_words(precision, size);
         }
-        let elements = Floats::empty(left.dtype());
+        let is_fp8 = left.dtype() == DType::U8;
+        let elements = Floats::empty(if is_fp8 { DType::Bf16 } else { left.dtype() });
         let left = Matrix::row_major(elements, left.shape().cols(), *transpose == Transposition::Yes);
-        self.cpu.matmul_scratch(precision, size, left)
+        let MatmulSizes { rows, cols, inner } = size;
+        let fp8_words = fp8_scratch_words(rows * inner) + fp8_scratch_words(inner * cols);
+        self.cpu.matmul_scratch(precision, size, left) + if is_fp8 { fp8_words } else { 0 }
     }
 }
 

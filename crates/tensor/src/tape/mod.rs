@@ -132,7 +132,7 @@ impl Tape {
     /// Creates an empty tape for a pass.
     ///
     /// # Panics
-    /// If `pass.fp8` is set and `pass.precision` is not bf16, because fp8 is emulated in bf16.
+    /// If `pass.fp8` is set and `pass.precision` is not bf16.
     pub fn new(device: &Device, recording: Recording, pass: impl Into<PassState>) -> Self {
         Tape {
             device: device.clone(),
@@ -264,7 +264,7 @@ impl Tape {
 }
 
 fn checked(pass: PassState) -> PassState {
-    assert!(pass.fp8.is_none() || pass.precision == Precision::Bf16, "fp8 is emulated in bf16");
+    assert!(pass.fp8.is_none() || pass.precision == Precision::Bf16, "fp8 needs bf16");
     pass
 }
 

@@ -1,13 +1,19 @@
 //! How matmuls run on a GPU: their algorithms, TF32, and their times.
 
+use super::fp8::Layer;
 use super::{empty, random, shaped};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use trireme_base::DType;
 use trireme_tensor::probe::Probe;
+use trireme_tensor::tape::WeightLayout;
 use trireme_tensor::{
-    BackendKind, CudaOptions, Device, DeviceOptions, MatmulEpilogue, Precision, Transposition,
+    BackendKind, CudaOptions, Device, DeviceOptions, Fp8Formats, MatmulEpilogue, Precision, Transposition,
 };
 use trireme_testkit::{TracedDevice, fake_cuda_folder, fake_gpu};
+
+/// Held by tests that change the file of choices.
+static FILE: Mutex<()> = Mutex::new(());
 
 /// A time that ends every measurement after its minimum of runs.
 const NO_TIME: Duration = Duration::ZERO;
@@ -45,6 +51,7 @@ fn tf32_rounds_factors_if_it_is_allowed() {
 #[test]
 fn the_fastest_algorithm_is_measured_once_and_kept() {
     let Some(folder) = fake_cuda_folder() else { return };
+    let _lock = FILE.lock().unwrap_or_else(PoisonError::into_inner);
     let sizes = [5, 7, 6];
     let (left, right) = (random(35, "left"), random(42, "right"));
     let expected = product(&gpu(|_| ()).unwrap(), sizes, &left, &right);
@@ -72,6 +79,26 @@ fn the_fastest_algorithm_is_measured_once_and_kept() {
         lines[0][..20].to_owned(),
     ] {
         assert_eq!(run(Some(&damaged)), [&*damaged, &lines[0]]);
+    }
+}
+
+/// The file of choices has a line for each kind of matmul.
+#[test]
+fn fp8_units_multiply_what_they_can() {
+    let Some(folder) = fake_cuda_folder() else { return };
+    let _lock = FILE.lock().unwrap_or_else(PoisonError::into_inner);
+    let path = folder.join("trireme/cuda/matmuls-Fake-GPU-120800.txt");
+    let [e4m3, e5m2] = ["E4m3", "E5m2"];
+    for (rows, is_direct, has_residual) in [(16, true, false), (16, true, true), (8, false, false)] {
+        drop(std::fs::remove_file(&path));
+        let device = gpu(|options| options.time_matmuls = true).unwrap();
+        let (formats, layout) = (Fp8Formats::Hybrid, WeightLayout::InputsFirst);
+        Layer { formats, layout, rows, inputs: 32, outputs: 48, has_residual }.train(&device);
+        let text = std::fs::read_to_string(&path).unwrap();
+        for [left, right] in [[e4m3, e4m3], [e5m2, e4m3], [e4m3, e5m2]] {
+            assert_eq!(text.contains(&format!("fp8: Some([{left}, {right}])")), is_direct, "{text}");
+        }
+        assert_eq!(text.contains("fp8: None"), !is_direct, "{text}");
     }
 }
 

@@ -209,10 +209,11 @@ config_section! {
         /// Data type of activations and matrix multiplications. Weights are stored in f32 (in bf16 with `[memory]
         /// bf16_parameters`), their gradients in f32, and the optimizer's state in `[optimizer] state_dtype`.
         dtype: Precision = Precision::F32;
-        /// Emulates 8-bit floats to study convergence. The inputs of matrix multiplications in the blocks' linear
-        /// layers are rounded as fp8 would round them: `e4m3` rounds all of them to E4M3, `hybrid` uses E5M2
-        /// for gradients (the recipes of NVIDIA's Transformer Engine). Nothing becomes faster. Values beyond the range of
-        /// the format, including infinities, become its largest value. Requires `dtype = "bf16"`.
+        /// Rounds the inputs of matrix multiplications in the blocks' linear layers to 8-bit floats: `e4m3` rounds all of them to
+        /// E4M3, `hybrid` uses E5M2 for gradients (the recipes of NVIDIA's Transformer Engine). GPUs from compute capability 8.9 on
+        /// multiply them, if rows, inputs and outputs are multiples of 16. Other GPUs and CPUs emulate that in bf16, to study
+        /// convergence; nothing becomes faster. Values beyond the range of the format, including infinities, become its largest value.
+        /// Requires `dtype = "bf16"`.
         fp8: Fp8 = Fp8::Off;
         /// Number of past steps whose largest magnitudes determine the scale of a tensor (`amax_history_len` of
         /// Transformer Engine). Only applies with `fp8`.

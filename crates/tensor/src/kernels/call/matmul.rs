@@ -1,6 +1,7 @@
 //! Matmuls.
 
 use super::{kernel_calls, num_bytes, with_output_traffic};
+use crate::fp8::Fp8Scaling;
 use crate::precision::Precision;
 use trireme_base::Cost;
 
@@ -9,10 +10,10 @@ kernel_calls! {
     MatmulCall {}
     {
         /// `out = op(left) op(right) + bias + residual`, or added to `out`. `transposed` says whether each operand is transposed. Operands
-        /// are packed in `scratch`.
+        /// are packed in `scratch`. With `fp8`, the operands are codes.
         matmul => Matmul {
             left: View, right: View, bias: Option<View>, residual: Option<View>, out: ViewMut, scratch: ViewMut,
-            precision: Precision, transposed: [bool; 2], accumulate: bool
+            precision: Precision, fp8: Option<[Fp8Scaling<View>; 2]>, transposed: [bool; 2], accumulate: bool
         }
     }
 }

@@ -1,11 +1,11 @@
 //! Quantization to integers and 8-bit floats.
 
-use super::{kernel_calls, per_element_cost, plain_arguments};
-use crate::fp8::Fp8Scale;
+use super::{array_structs, kernel_calls, per_element_cost, plain_arguments};
+use crate::fp8::{Fp8Scale, Fp8Scaling};
 use crate::kernels::IntegerFormat;
 use crate::shape::Shape;
 use crate::view::{View, ViewMut};
-use trireme_base::Cost;
+use trireme_base::{Cost, DType};
 
 kernel_calls! {
     /// Quantization to integers and 8-bit floats.
@@ -35,20 +35,28 @@ kernel_calls! {
             check_message(message.num_bytes(), format, y.shape());
         }
 
-        /// Computes `y = fp8(x * s) / s` for the scale `s`, elementwise, rounded to nearest even and saturated. `y` is bf16. `amax`, an
-        /// f32, becomes the maximum of itself and the largest finite `|x|`. `own_amax`, an f32, is scratch memory, which is needed if the
-        /// scale is unknown.
+        /// Computes the codes of `x * s` for the scale `s`, elementwise, rounded to nearest even and saturated. `reciprocal`, an f32,
+        /// becomes `1 / s`. `amax`, an f32, becomes the maximum of itself and the largest finite `|x|`. `own_amax`, an f32, is scratch
+        /// memory, which is needed if the scale is unknown.
         ///
         /// Panics if the shapes differ, or without scratch memory that is needed.
         pub(crate) fn quantize_fp8 => QuantizeFp8 {
-            x: View, scale: Fp8Scale, y: ViewMut, amax: Option<ViewMut>, own_amax: Option<ViewMut>;
-            assert_eq!(x.shape(), y.shape());
+            x: View, scale: Fp8Scale, codes: ViewMut, reciprocal: ViewMut, amax: Option<ViewMut>, own_amax: Option<ViewMut>;
+            assert_eq!((x.shape(), codes.dtype()), (codes.shape(), DType::U8));
             assert!(scale.is_known() || own_amax.is_some(), "no scale, and no memory for the largest value");
+        }
+
+        /// Writes the values of codes of `quantize_fp8` to `y`, which is bf16. Exact.
+        ///
+        /// Panics if the shapes differ.
+        pub(crate) fn dequantize_fp8 => DequantizeFp8 { codes: View, scaling: Fp8Scaling<View>, y: ViewMut;
+            assert_eq!((codes.shape(), DType::Bf16), (y.shape(), y.dtype()));
         }
     }
 }
 
 plain_arguments! { Fp8Scale, IntegerFormat }
+array_structs! { Fp8Scaling }
 
 /// Panics if a message of values of this shape does not have as many bytes.
 fn check_message(num_bytes: usize, format: IntegerFormat, values: Shape) {
@@ -71,11 +79,15 @@ impl QuantizedCall {
             Self::AddDequantized { message, y, .. } => {
                 per_element_cost(y.shape(), 3).reads(message.num_bytes()).updates(y.num_bytes())
             }
-            Self::QuantizeFp8 { x, y, scale, .. } => {
-                let cost =
-                    per_element_cost(x.shape(), FP8_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes());
+            Self::QuantizeFp8 { x, codes, scale, .. } => {
+                let cost = per_element_cost(x.shape(), FP8_OPERATIONS)
+                    .reads(x.num_bytes())
+                    .writes(codes.num_bytes());
                 // If the scale is unknown, a first pass computes the amax, and a second pass overwrites its output.
                 if scale.is_known() { cost } else { cost + cost }
+            }
+            Self::DequantizeFp8 { codes, y, .. } => {
+                per_element_cost(y.shape(), 2).reads(codes.num_bytes()).writes(y.num_bytes())
             }
         }
     }

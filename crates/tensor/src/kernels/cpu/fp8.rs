@@ -1,92 +1,85 @@
-//! Rounding to 8-bit floats, whose values are stored in bf16.
-//!
-//! No machine code for fp8 is needed: adding and subtracting a power of two whose unit in the last place equals the fp8 unit rounds to
-//! nearest even. There are no branches, so the loop becomes SIMD code.
+//! Conversion to 8-bit floats and back.
 
 use super::Cpu;
 use super::element::Element;
 use super::simd::for_each_simd_level;
 use std::sync::atomic::{AtomicU32, Ordering};
-use trireme_base::{Bf16, Fp8Format, power_of_two};
-
-const EXPONENT_MASK: u32 = 0x7f80_0000;
-const MAGNITUDE_MASK: u32 = 0x7fff_ffff;
-
-/// Fraction bits of an f32.
-const FRACTION_BITS: u32 = 23;
-
-/// Rounding of values to a format at a scale.
-#[derive(Clone, Copy)]
-pub(crate) struct Rounding {
-    scale: f32,
-    inverse_scale: f32,
-    pub(crate) max: f32,
-    /// Bits of the smallest normal value. Below it, the unit in the last place is constant.
-    pub(crate) normal_min: u32,
-    /// The bits of a power of two `r` minus the bits of a power of two `p`, where the f32 unit in the last place of `r` equals the fp8 unit
-    /// in the last place of `p`.
-    pub(crate) rounder_offset: u32,
-}
-
-impl Rounding {
-    pub(crate) fn new(format: Fp8Format, scale_exponent: i32) -> Self {
-        let (fraction_bits, exponent_min, max) = format.limits();
-        Rounding {
-            scale: power_of_two(scale_exponent),
-            inverse_scale: power_of_two(-scale_exponent),
-            max,
-            normal_min: power_of_two(exponent_min).to_bits(),
-            rounder_offset: (FRACTION_BITS - fraction_bits) << FRACTION_BITS,
-        }
-    }
-
-    #[inline(always)]
-    fn round(&self, x: f32) -> f32 {
-        let scaled = (x * self.scale).to_bits();
-        let magnitude = f32::from_bits(scaled & MAGNITUDE_MASK);
-        // NaN is not larger and is therefore kept.
-        let saturated = if magnitude > self.max { self.max } else { magnitude };
-        let power = (saturated.to_bits() & EXPONENT_MASK).max(self.normal_min);
-        let rounder = f32::from_bits(power + self.rounder_offset);
-        let rounded = (saturated + rounder) - rounder;
-        f32::from_bits(rounded.to_bits() | (scaled & !MAGNITUDE_MASK)) * self.inverse_scale
-    }
-}
+use trireme_base::{Bf16, Fp8Codes, Fp8Format, power_of_two};
 
 for_each_simd_level! {
     /// Returns the bits of the largest finite magnitude. Bits of magnitudes are ordered like the values.
-    fn quantize<T: Element>(x: &[T], y: &mut [Bf16], rounding: Rounding) -> u32 {
+    fn quantize<T: Element, F: Format>(x: &[T], codes: &mut [u8], scale: f32) -> u32 {
         let mut amax = 0;
-        for (y, x) in y.iter_mut().zip(x) {
+        for (code, x) in codes.iter_mut().zip(x) {
             let x = x.to_f32();
-            let magnitude = x.to_bits() & MAGNITUDE_MASK;
-            amax = amax.max(if magnitude < EXPONENT_MASK { magnitude } else { 0 });
-            *y = Bf16::from_f32(rounding.round(x));
+            let magnitude = x.to_bits() & 0x7fff_ffff;
+            amax = amax.max(if magnitude < f32::INFINITY.to_bits() { magnitude } else { 0 });
+            *code = F::saturated(x * scale);
         }
         amax
+    }
+
+    fn dequantize<F: Format>(codes: &[u8], reciprocal: f32, y: &mut [Bf16]) {
+        for (y, code) in y.iter_mut().zip(codes) {
+            *y = Bf16::from_f32(F::value(*code) * reciprocal);
+        }
+    }
+}
+
+/// A format as a type, for which loops are compiled.
+trait Format {
+    /// Rounds to the nearest code. Values beyond the format's range saturate; NaN stays NaN.
+    fn saturated(value: f32) -> u8;
+
+    fn value(code: u8) -> f32;
+}
+
+impl<const FRACTION_BITS: u32> Format for Fp8Codes<FRACTION_BITS> {
+    #[inline(always)]
+    fn saturated(value: f32) -> u8 {
+        Self::of(value.clamp(-Self::MAX, Self::MAX))
+    }
+
+    #[inline(always)]
+    fn value(code: u8) -> f32 {
+        Self::value(code)
     }
 }
 
 impl Cpu {
-    /// Computes `y = fp8(x * 2^scale_exponent) / 2^scale_exponent` elementwise, rounded to nearest even. Values beyond the format's range
-    /// saturate; NaN stays NaN. Returns the largest finite `|x|`.
-    ///
-    /// Exact in bf16 as long as the results are normal, which [`crate::fp8`] ensures.
+    /// Computes the codes of `x * 2^scale_exponent` elementwise, rounded to nearest even. Values beyond the format's range saturate; NaN
+    /// stays NaN. Returns the largest finite `|x|`.
     pub(crate) fn quantize_fp8<T: Element>(
         &self,
         x: &[T],
-        y: &mut [Bf16],
+        codes: &mut [u8],
         format: Fp8Format,
         scale_exponent: i32,
     ) -> f32 {
-        assert_eq!(x.len(), y.len());
-        let (amax, rounding) = (AtomicU32::new(0), Rounding::new(format, scale_exponent));
-        self.for_each_block(y, |first, y| {
-            let found = quantize(self.simd_level, &x[first..first + y.len()], y, rounding);
+        assert_eq!(x.len(), codes.len());
+        let (amax, scale) = (AtomicU32::new(0), power_of_two(scale_exponent));
+        let quantize = match format {
+            Fp8Format::E4m3 => quantize::<T, Fp8Codes<3>>,
+            Fp8Format::E5m2 => quantize::<T, Fp8Codes<2>>,
+        };
+        self.for_each_block(codes, |first, codes| {
+            let found = quantize(self.simd_level, &x[first..first + codes.len()], codes, scale);
             // The maximum does not depend on the order of blocks.
             amax.fetch_max(found, Ordering::Relaxed);
         });
         f32::from_bits(amax.into_inner())
+    }
+
+    /// Computes the values of codes times `reciprocal`, which are exact in bf16 as long as they are normal. [`crate::fp8`] ensures that.
+    pub(crate) fn dequantize_fp8(&self, codes: &[u8], reciprocal: f32, format: Fp8Format, y: &mut [Bf16]) {
+        assert_eq!(codes.len(), y.len());
+        let dequantize = match format {
+            Fp8Format::E4m3 => dequantize::<Fp8Codes<3>>,
+            Fp8Format::E5m2 => dequantize::<Fp8Codes<2>>,
+        };
+        self.for_each_block(y, |first, y| {
+            dequantize(self.simd_level, &codes[first..first + y.len()], reciprocal, y);
+        });
     }
 }
 
@@ -145,8 +138,9 @@ mod tests {
         scale_exponent: i32,
     ) -> (Vec<f64>, f32) {
         let cpu = Cpu::new(ThreadPool::new(threads).unwrap(), simd_level);
-        let mut y = vec![Bf16::from_f32(1.5); x.len()];
-        let amax = cpu.quantize_fp8(x, &mut y, format, scale_exponent);
+        let (mut codes, mut y) = (vec![1; x.len()], vec![Bf16::from_f32(1.5); x.len()]);
+        let amax = cpu.quantize_fp8(x, &mut codes, format, scale_exponent);
+        cpu.dequantize_fp8(&codes, power_of_two(-scale_exponent), format, &mut y);
         (y.into_iter().map(|y| f64::from(y.to_f32())).collect(), amax)
     }
 

@@ -14,7 +14,7 @@ use cudarc::cublaslt::sys as blas;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
-use trireme_base::DType;
+use trireme_base::{DType, Fp8Format};
 
 /// A handle of cuBLASLt, and the algorithms that were chosen.
 #[derive(Debug)]
@@ -42,6 +42,8 @@ pub(super) struct MatmulKind {
     pub(super) inner: usize,
     pub(super) transposed: [bool; 2],
     pub(super) dtype: DType,
+    /// The formats of the factors, if they are fp8 codes.
+    pub(super) fp8: Option<[Fp8Format; 2]>,
     pub(super) out_dtype: DType,
     pub(super) has_bias: bool,
     /// Alignments of the addresses of the library's matrices A, B, C and D in bytes.
@@ -50,10 +52,12 @@ pub(super) struct MatmulKind {
     pub(super) is_tf32: bool,
 }
 
-/// The arrays of a matmul whose operands have the same dtype, with the result in another.
+/// The arrays of a matmul.
 pub(super) struct Arrays {
     pub(super) left: Operand,
     pub(super) right: Operand,
+    /// Numbers by which the library multiplies fp8 factors.
+    pub(super) reciprocals: Option<[Operand; 2]>,
     pub(super) bias: Option<Operand>,
     /// An array of the dtype and shape of `out` that is added; it may be `out`.
     pub(super) added: Option<Operand>,
@@ -88,11 +92,15 @@ impl Blas {
     ) -> Result<bool, CudaError> {
         let api = self.api();
         let MatmulKind { rows, cols, inner, transposed, .. } = kind;
-        let description = Description::new(api, &kind, arrays.bias)?;
+        let description = Description::new(api, &kind, arrays)?;
         let stored = |rows, cols, is_transposed| if is_transposed { (cols, rows) } else { (rows, cols) };
-        let left = Layout::row_major(api, kind.dtype, stored(rows, inner, transposed[0]))?;
-        let right = Layout::row_major(api, kind.dtype, stored(inner, cols, transposed[1]))?;
-        let out = Layout::row_major(api, kind.out_dtype, (rows, cols))?;
+        let [left_type, right_type] = match kind.fp8 {
+            Some(formats) => formats.map(fp8_data_type),
+            None => [data_type(kind.dtype); 2],
+        };
+        let left = Layout::row_major(api, left_type, stored(rows, inner, transposed[0]))?;
+        let right = Layout::row_major(api, right_type, stored(inner, cols, transposed[1]))?;
+        let out = Layout::row_major(api, data_type(kind.out_dtype), (rows, cols))?;
         let layouts = [&right, &left, &out];
         let problem = Problem { kind, description: &description, layouts, arrays, stream };
         let Some(algorithm) = self.algorithm(&problem)? else { return Ok(false) };
@@ -146,7 +154,7 @@ impl Drop for Blas {
 struct Description(blas::cublasLtMatmulDesc_t, &'static BlasApi);
 
 impl Description {
-    fn new(api: &'static BlasApi, kind: &MatmulKind, bias: Option<Operand>) -> Result<Self, CudaError> {
+    fn new(api: &'static BlasApi, kind: &MatmulKind, arrays: &Arrays) -> Result<Self, CudaError> {
         use blas::cublasLtMatmulDescAttributes_t as attributes;
         let mut handle = std::ptr::null_mut();
         use blas::cublasComputeType_t::{CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32};
@@ -159,10 +167,19 @@ impl Description {
         let [left, right] = kind.transposed.map(u32::from);
         description.set(attributes::CUBLASLT_MATMUL_DESC_TRANSA, right)?;
         description.set(attributes::CUBLASLT_MATMUL_DESC_TRANSB, left)?;
-        if let Some(bias) = bias {
+        let address = |array: Operand| array.addresses().start as u64;
+        if let Some([left, right]) = arrays.reciprocals {
+            description.set(attributes::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, address(right))?;
+            description.set(attributes::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, address(left))?;
+        }
+        if let Some(bias) = arrays.bias {
             let epilogue = blas::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
             description.set(attributes::CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue)?;
-            description.set(attributes::CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias.addresses().start as u64)?;
+            description.set(attributes::CUBLASLT_MATMUL_DESC_BIAS_POINTER, address(bias))?;
+            if kind.fp8.is_some() {
+                let bias_type = data_type(bias.dtype()) as u32;
+                description.set(attributes::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bias_type)?;
+            }
         }
         Ok(description)
     }
@@ -190,6 +207,23 @@ impl Drop for Description {
     }
 }
 
+/// Returns the library's name of a dtype that it multiplies.
+fn data_type(dtype: DType) -> blas::cudaDataType {
+    match dtype {
+        DType::Bf16 => blas::cudaDataType::CUDA_R_16BF,
+        DType::F16 => blas::cudaDataType::CUDA_R_16F,
+        _ => blas::cudaDataType::CUDA_R_32F,
+    }
+}
+
+/// Returns the library's name of an fp8 format.
+fn fp8_data_type(format: Fp8Format) -> blas::cudaDataType {
+    match format {
+        Fp8Format::E4m3 => blas::cudaDataType::CUDA_R_8F_E4M3,
+        Fp8Format::E5m2 => blas::cudaDataType::CUDA_R_8F_E5M2,
+    }
+}
+
 /// The layout of a matrix.
 struct Layout(blas::cublasLtMatrixLayout_t, &'static BlasApi);
 
@@ -197,14 +231,9 @@ impl Layout {
     /// Describes a row-major matrix as the transpose of a column-major one.
     fn row_major(
         api: &'static BlasApi,
-        dtype: DType,
+        dtype: blas::cudaDataType,
         (rows, cols): (usize, usize),
     ) -> Result<Self, CudaError> {
-        let dtype = match dtype {
-            DType::Bf16 => blas::cudaDataType::CUDA_R_16BF,
-            DType::F16 => blas::cudaDataType::CUDA_R_16F,
-            _ => blas::cudaDataType::CUDA_R_32F,
-        };
         let mut handle = std::ptr::null_mut();
         // SAFETY: writes a handle, which `drop` destroys.
         unsafe {

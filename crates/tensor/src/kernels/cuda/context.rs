@@ -24,7 +24,7 @@ pub(super) struct Context {
     /// Name of the GPU.
     pub(super) name: String,
     /// The compute capability, as 10 * major + minor.
-    capability: c_int,
+    pub(super) capability: c_int,
     modules: Mutex<Vec<cuda::CUmodule>>,
     functions: Mutex<HashMap<String, Function>>,
     /// Addresses of host memory that is pinned.

@@ -3,6 +3,7 @@
 use super::Cuda;
 use super::blas::{Arrays, MatmulKind};
 use super::error::CudaError;
+use crate::fp8::Fp8Scaling;
 use crate::kernels::backend::Stream;
 use crate::kernels::call::MatmulCall;
 use crate::kernels::{MatmulSizes, Operand, OperandMut};
@@ -21,6 +22,24 @@ const ALIGNMENT: usize = 256;
 
 /// Alignment of a bias that the library adds.
 const BIAS_ALIGNMENT: u32 = 16;
+
+/// Compute capability of GPUs with fp8 units, as 10 * major + minor.
+const FP8_CAPABILITY_MIN: i32 = 89;
+
+/// A number that divides all sizes of fp8 matmuls, and the alignment of their matrices in bytes; the library requires it.
+const FP8_MULTIPLE: usize = 16;
+
+/// Side of the tiles of a transposition of fp8 codes; `TILE` in `sources/quantized.cu`.
+const CODES_TILE: usize = 64;
+
+/// The factors of a matmul as they are passed to the library.
+struct Factors {
+    left: Operand,
+    right: Operand,
+    /// Says what the elements stand for if they are fp8 codes.
+    fp8: Option<[Fp8Scaling<Operand>; 2]>,
+    transposed: [bool; 2],
+}
 
 /// Returns the alignment of an array in bytes, up to [`ALIGNMENT`].
 fn alignment(array: Operand) -> u32 {
@@ -65,7 +84,7 @@ pub(crate) fn matmul_scratch_words(precision: Precision, sizes: MatmulSizes) -> 
 impl Cuda {
     /// Runs a matmul. Converts the factors to its precision, and the bias to the dtype of the result, as cuBLASLt requires. cuBLASLt cannot
     /// add a residual of another dtype than the result's, and may lack an algorithm that adds a bias. Then the result is computed in f32,
-    /// and another kernel adds bias and residual and rounds.
+    /// and another kernel adds bias and residual and rounds. fp8 factors are converted to bf16 unless the library multiplies them.
     pub(super) fn run_matmul(&self, call: &MatmulCall) {
         let MatmulCall::Matmul {
             left,
@@ -75,6 +94,7 @@ impl Cuda {
             out,
             scratch,
             precision,
+            fp8,
             transposed,
             accumulate,
         } = call;
@@ -105,26 +125,25 @@ impl Cuda {
             launch.over_elements(operand.shape());
             converted
         };
-        let factor = |operand: &Operand, start: usize| {
-            if operand.dtype() == dtype { *operand } else { convert(*operand, start, dtype) }
-        };
-        let (left, right) = (factor(left, parts.left), factor(right, parts.right));
         let workspace_bytes = parts.end - parts.workspace;
         let workspace = part(parts.workspace, Shape::from([workspace_bytes]), DType::U8);
         // Returns whether the library has an algorithm.
-        let multiply = |result: Operand, bias: Option<Operand>, added: Option<Operand>| {
+        let multiply = |factors: &Factors, result: Operand, bias: Option<Operand>, added: Option<Operand>| {
+            let Factors { left, right, fp8, transposed } = *factors;
             let kind = MatmulKind {
                 rows,
                 cols,
                 inner,
-                transposed: *transposed,
+                transposed,
                 dtype,
+                fp8: fp8.map(|scalings| scalings.map(|scaling| scaling.format)),
                 out_dtype: result.dtype(),
                 has_bias: bias.is_some(),
                 alignments: [right, left, added.unwrap_or(result), result].map(alignment),
                 is_tf32: self.blas.allow_tf32 && dtype == DType::F32,
             };
-            let arrays = Arrays { left, right, bias, added, out: result, workspace };
+            let reciprocals = fp8.map(|scalings| scalings.map(|scaling| scaling.reciprocal));
+            let arrays = Arrays { left, right, reciprocals, bias, added, out: result, workspace };
             let mut has_algorithm = true;
             self.issue(|| {
                 let stream = self.streams.handle(Stream::Compute).cast();
@@ -134,22 +153,63 @@ impl Cuda {
             has_algorithm
         };
         let result = out.as_operand();
-        let is_usable = |bias: Operand| bias.dtype() == result.dtype() && alignment(bias) >= BIAS_ALIGNMENT;
-        let usable = |bias: Operand| {
-            if is_usable(bias) { bias } else { convert(bias, parts.bias, result.dtype()) }
+        let usable = |bias: Operand, dtype: DType| {
+            let is_usable = bias.dtype() == dtype && alignment(bias) >= BIAS_ALIGNMENT;
+            if is_usable { bias } else { convert(bias, parts.bias, dtype) }
         };
         let added = if *accumulate { Some(result) } else { *residual };
         let is_direct = result.dtype() == DType::F32 || residual.is_none();
-        if is_direct && multiply(result, given_bias.map(usable), added) {
+        if let Some(scalings) = fp8
+            && is_direct
+            && self.multiplies_fp8([rows, cols, inner], [*left, *right])
+        {
+            let transpose = |codes: Operand, start: usize| {
+                let (rows, cols) = (codes.shape().rows(), codes.shape().cols());
+                let out = part(start, Shape::from([cols, rows]), DType::U8);
+                let launch = self.kernel("transpose_codes", &[]).arg(codes).arg(out).arg(rows).arg(cols);
+                launch.over_rows(rows.div_ceil(CODES_TILE) * cols.div_ceil(CODES_TILE));
+                out
+            };
+            // The units add products along rows of both factors.
+            let factors = Factors {
+                left: if transposed[0] { transpose(*left, parts.left) } else { *left },
+                right: if transposed[1] { *right } else { transpose(*right, parts.right) },
+                fp8: Some(*scalings),
+                transposed: [false, true],
+            };
+            if multiply(&factors, result, given_bias.map(|bias| usable(bias, DType::Bf16)), added) {
+                return;
+            }
+        }
+        let factor = |index: usize, operand: &Operand, start: usize| match fp8 {
+            Some(scalings) => {
+                let values = part(start, operand.shape(), dtype);
+                self.dequantize_fp8(*operand, &scalings[index], &OperandMut::new(values));
+                values
+            }
+            None if operand.dtype() == dtype => *operand,
+            None => convert(*operand, start, dtype),
+        };
+        let (left, right) = (factor(0, left, parts.left), factor(1, right, parts.right));
+        let factors = Factors { left, right, fp8: None, transposed: *transposed };
+        if is_direct && multiply(&factors, result, given_bias.map(|bias| usable(bias, result.dtype())), added)
+        {
             return;
         }
         let wide = part(parts.result, out.shape(), DType::F32);
         let needs_addition = given_bias.is_some() || !is_direct;
-        if needs_addition && multiply(wide, None, None) {
+        if needs_addition && multiply(&factors, wide, None, None) {
             self.add_bias(wide, *given_bias, *residual, out);
         } else {
             self.streams.fail(&CudaError::NoAlgorithm { rows, cols, inner, dtype });
         }
+    }
+
+    /// Returns whether this GPU multiplies fp8 matrices `[rows, inner]` and `[inner, cols]`.
+    fn multiplies_fp8(&self, sizes: [usize; 3], factors: [Operand; 2]) -> bool {
+        self.context.capability >= FP8_CAPABILITY_MIN
+            && sizes.iter().all(|size| size.is_multiple_of(FP8_MULTIPLE))
+            && factors.iter().all(|factor| alignment(*factor) >= FP8_MULTIPLE as u32)
     }
 
     /// Computes `y = x + bias + residual`.

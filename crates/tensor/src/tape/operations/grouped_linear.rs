@@ -1,5 +1,5 @@
 use super::input_activation::{InputActivation, activate, activation_grad};
-use super::linear::matmul_operand;
+use crate::cow_tensor::CowTensor;
 use crate::device::{Result, RowGroups, Transposition};
 use crate::fp8::LinearOperand;
 use crate::parameter_table::ParameterSpan;
@@ -92,9 +92,22 @@ impl GroupedLinear {
         out: ViewMut<'_>,
     ) -> Result<()> {
         let (device, GroupMatrices { starts, weight }) = (cx.device(), groups);
-        let rows = matmul_operand(device, cx.fp8_layer(self.weight.first), operand, rows)?;
-        let weight = matmul_operand(device, cx.fp8_layer(self.weight.first), LinearOperand::Weight, weight)?;
+        let rows = self.operand(cx, operand, rows)?;
+        let weight = self.operand(cx, LinearOperand::Weight, weight)?;
         device.grouped_matmul(cx.precision(), starts, rows.view(), (weight.view(), transpose), out)
+    }
+
+    /// Returns a matmul operand, rounded to fp8 if the layer computes in it. Kernels of groups multiply the values in bf16 on all devices.
+    fn operand<'a>(
+        &self,
+        cx: &OperationContext<'_>,
+        operand: LinearOperand,
+        values: View<'a>,
+    ) -> Result<CowTensor<'a>> {
+        Ok(match cx.fp8_layer(self.weight.first) {
+            None => CowTensor::Borrowed(values),
+            Some(layer) => CowTensor::Owned(layer.round(cx.device(), operand, values)?),
+        })
     }
 
     /// Writes or adds the gradients of the matrices of `groups` to `out`, from the gradient `dy` of the outputs and the activated input.
@@ -107,11 +120,17 @@ impl GroupedLinear {
         out: ViewMut<'_>,
         accumulate: bool,
     ) -> Result<()> {
-        let device = cx.device();
         // The operands are quantized again instead of being kept. Their scales do not change within a step.
-        let input = matmul_operand(device, cx.fp8_layer(self.weight.first), LinearOperand::Input, input)?;
-        let dy = matmul_operand(device, cx.fp8_layer(self.weight.first), LinearOperand::OutputGrad, dy)?;
-        device.grouped_transposed_matmul(cx.precision(), groups, dy.view(), input.view(), out, accumulate)
+        let input = self.operand(cx, LinearOperand::Input, input)?;
+        let dy = self.operand(cx, LinearOperand::OutputGrad, dy)?;
+        cx.device().grouped_transposed_matmul(
+            cx.precision(),
+            groups,
+            dy.view(),
+            input.view(),
+            out,
+            accumulate,
+        )
     }
 }
 

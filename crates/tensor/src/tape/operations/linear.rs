@@ -1,17 +1,16 @@
 use super::input_activation::{InputActivation, activate, activation_grad};
 use crate::cow_tensor::CowTensor;
 use crate::declaration::{Initial, Parameter};
-use crate::device::{Device, MatmulEpilogue, Result, Transposition};
-use crate::fp8::{Fp8Layer, LinearOperand};
+use crate::device::{Device, MatmulEpilogue, MatmulOperand, Result, Transposition};
+use crate::fp8::{Fp8Layer, Fp8Tensor, LinearOperand};
 use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::precision::Precision;
-use crate::shape::Shape;
 use crate::tape::axis::PendingValue;
 use crate::tape::{
     BackwardContext, ForwardContext, GradSink, Operation, ReadBy, Sharding, TensorAxis, declares, write_grad,
 };
 use crate::tensor::Tensor;
-use crate::view::{View, ViewMut};
+use crate::view::ViewMut;
 use trireme_base::DType;
 
 /// The order of the dims of a stored weight.
@@ -105,17 +104,17 @@ impl Linear {
         }
     }
 
-    /// Computes the gradient of the activated input from `dy`, which is already quantized if the layer computes in fp8. Starts the sum over
-    /// the ranks if the layer is column-parallel.
-    fn input_grad(&self, cx: &BackwardContext<'_>, dy: View<'_>) -> Result<PendingValue> {
+    /// Computes the gradient of the activated input from `dy`. Starts the sum over the ranks if the layer is column-parallel.
+    fn input_grad(&self, cx: &BackwardContext<'_>, dy: MatmulOperand<'_>) -> Result<PendingValue> {
         let inputs = self.weight.shape.num_elements() / self.outputs();
         let is_partial_sum = self.role() == Role::ColumnParallel;
-        let (shape, dtype) = (dy.shape().with_cols(inputs), cx.input_dtype(0));
+        let (shape, dtype) = (dy.elements().shape().with_cols(inputs), cx.input_dtype(0));
         let mut dx =
             if is_partial_sum { cx.empty_partial_sum(shape, dtype)? } else { cx.empty(shape, dtype)? };
         let fp8 = cx.fp8_layer(self.weight.first);
-        let weight = matmul_operand(cx.device(), fp8, LinearOperand::Weight, cx.parameter(&self.weight))?;
-        let (left, right) = ((dy, Transposition::No), (weight.view(), self.transposes().1));
+        let weight = CowTensor::Borrowed(cx.parameter(&self.weight));
+        let weight = matmul_operand(cx.device(), fp8, LinearOperand::Weight, weight)?;
+        let (left, right) = ((dy, Transposition::No), (weight.operand(), self.transposes().1));
         cx.device().matmul(cx.precision(), left, right, dx.view_mut(), MatmulEpilogue::Overwrite)?;
         if is_partial_sum { cx.start_sum(dx, cx.input_sharding(0)) } else { Ok(PendingValue::Ready(dx)) }
     }
@@ -128,19 +127,12 @@ impl Linear {
         is_separate_pass: bool,
     ) -> Result<Option<PendingValue>> {
         let fp8 = cx.fp8_layer(self.weight.first);
-        let mut dy = self.output_grad_of_all_rows(cx, is_separate_pass)?;
-        if let CowTensor::Owned(rounded) =
-            matmul_operand(cx.device(), fp8, LinearOperand::OutputGrad, dy.view())?
-        {
-            dy = CowTensor::Owned(rounded);
-        }
+        let dy = self.output_grad_of_all_rows(cx, is_separate_pass)?;
+        let dy = matmul_operand(cx.device(), fp8, LinearOperand::OutputGrad, dy)?;
         // With an activation, the pass also computes the activated input that the weight half reads.
         let is_needed = cx.requires_grad(0) || self.activation != InputActivation::Identity;
-        let d_input = if is_needed { Some(self.input_grad(cx, dy.view())?) } else { None };
-        let rounded = match dy {
-            CowTensor::Borrowed(_) => None,
-            CowTensor::Owned(rounded) => Some(rounded),
-        };
+        let d_input = if is_needed { Some(self.input_grad(cx, dy.operand())?) } else { None };
+        let kept_grad = dy.into_tensors();
         let mut pending = None;
         match (self.activation, d_input) {
             (_, None) => {}
@@ -151,9 +143,7 @@ impl Linear {
                 activation_grad(cx, activation, d_input)?;
             }
         }
-        if let Some(rounded) = rounded {
-            cx.keep(rounded);
-        }
+        kept_grad.into_iter().flatten().for_each(|tensor| cx.keep(tensor));
         if cx.num_inputs() > 1 {
             cx.pass_grad(1);
         }
@@ -174,7 +164,7 @@ impl Linear {
         rows: Option<PendingValue>,
     ) -> Result<()> {
         let fp8 = cx.fp8_layer(self.weight.first);
-        let (activated, rounded) = self.kept_indices();
+        let (activated, kept_grad) = self.kept_indices();
         write_grad(sink, &self.weight, |out, accumulate| {
             let activated = activated.and_then(|place| cx.kept(place));
             let input = match rows {
@@ -185,9 +175,14 @@ impl Linear {
                     cx.all_rows(input, self.gather_sharding(cx.input_sharding(0)))?
                 }
             };
-            let input = matmul_operand(cx.device(), fp8, LinearOperand::Input, input.view())?;
-            let dy = cx.kept(rounded).unwrap_or_else(|| cx.grad());
-            weight_grad(cx.device(), cx.precision(), self.layout, input.view(), dy, out, accumulate)
+            let input = matmul_operand(cx.device(), fp8, LinearOperand::Input, input)?;
+            let dy = match (fp8, cx.kept(kept_grad), cx.kept(kept_grad + 1)) {
+                (Some(fp8), Some(codes), Some(reciprocal)) => {
+                    MatmulOperand::Fp8(fp8.view(LinearOperand::OutputGrad, codes, reciprocal))
+                }
+                (_, gathered, _) => MatmulOperand::Values(gathered.unwrap_or_else(|| cx.grad())),
+            };
+            weight_grad(cx.device(), cx.precision(), self.layout, input.operand(), dy, out, accumulate)
         })?;
         if let Some(bias) = &self.bias {
             write_grad(sink, bias, |out, accumulate| {
@@ -220,7 +215,8 @@ impl Linear {
         Ok(CowTensor::Owned(all))
     }
 
-    /// Returns the indices at which the input half keeps the activated input and the quantized output gradient.
+    /// Returns the indices at which the input half keeps the activated input and the output gradient, if it was gathered or quantized. A
+    /// quantized one takes two.
     fn kept_indices(&self) -> (Option<usize>, usize) {
         match self.activation {
             InputActivation::Identity => (None, 0),
@@ -229,16 +225,40 @@ impl Linear {
     }
 }
 
+/// A matmul operand that may own its memory.
+enum CowOperand<'a> {
+    Values(CowTensor<'a>),
+    Fp8(Fp8Tensor),
+}
+
+impl CowOperand<'_> {
+    fn operand(&self) -> MatmulOperand<'_> {
+        match self {
+            CowOperand::Values(values) => MatmulOperand::Values(values.view()),
+            CowOperand::Fp8(quantized) => MatmulOperand::Fp8(quantized.view()),
+        }
+    }
+
+    /// Returns the tensors that it owns.
+    fn into_tensors(self) -> [Option<Tensor>; 2] {
+        match self {
+            CowOperand::Values(CowTensor::Borrowed(_)) => [None, None],
+            CowOperand::Values(CowTensor::Owned(values)) => [Some(values), None],
+            CowOperand::Fp8(quantized) => quantized.into_parts().map(Some),
+        }
+    }
+}
+
 /// Returns `values` as a matmul operand: quantized if the layer computes in fp8.
-pub(super) fn matmul_operand<'a>(
+fn matmul_operand<'a>(
     device: &Device,
     fp8: Option<Fp8Layer<'_>>,
     operand: LinearOperand,
-    values: View<'a>,
-) -> Result<CowTensor<'a>> {
+    values: CowTensor<'a>,
+) -> Result<CowOperand<'a>> {
     Ok(match fp8 {
-        None => CowTensor::Borrowed(values),
-        Some(layer) => CowTensor::Owned(layer.quantize(device, operand, values)?),
+        None => CowOperand::Values(values),
+        Some(layer) => CowOperand::Fp8(layer.quantize(device, operand, values.view())?),
     })
 }
 
@@ -258,11 +278,11 @@ impl Operation for Linear {
         let shape = x.view().shape().with_cols(self.outputs());
         let mut y =
             if is_partial_sum { cx.empty_partial_sum(shape, dtype)? } else { cx.empty(shape, dtype)? };
-        let activated = activate(device, self.activation, x.view())?;
-        let input = activated.as_ref().map_or(x.view(), Tensor::view);
+        let input = activate(device, self.activation, x.view())?.map_or(x, CowTensor::Owned);
         let fp8 = cx.fp8_layer(self.weight.first);
         let input = matmul_operand(device, fp8, LinearOperand::Input, input)?;
-        let weight = matmul_operand(device, fp8, LinearOperand::Weight, cx.parameter(&self.weight))?;
+        let weight = CowTensor::Borrowed(cx.parameter(&self.weight));
+        let weight = matmul_operand(device, fp8, LinearOperand::Weight, weight)?;
         let bias = self.bias.as_ref().map(|bias| cx.parameter_in_f32(bias)).transpose()?;
         let bias_view = bias.as_ref().map(|bias| bias.view());
         let epilogue = if is_partial_sum {
@@ -270,10 +290,9 @@ impl Operation for Linear {
         } else {
             MatmulEpilogue::Add { bias: bias_view, residual }
         };
-        let (left, right) = ((input.view(), Transposition::No), (weight.view(), self.transposes().0));
+        let (left, right) = ((input.operand(), Transposition::No), (weight.operand(), self.transposes().0));
         device.matmul(cx.precision(), left, right, y.view_mut(), epilogue)?;
-        drop(input);
-        drop((activated, weight, x));
+        drop((input, weight));
         if is_partial_sum {
             y = cx.finish_row_parallel(y, bias_view, residual)?;
         }
@@ -320,8 +339,8 @@ pub(super) fn weight_grad(
     device: &Device,
     precision: Precision,
     layout: WeightLayout,
-    input: View<'_>,
-    dy: View<'_>,
+    input: MatmulOperand<'_>,
+    dy: MatmulOperand<'_>,
     out: ViewMut<'_>,
     accumulate: bool,
 ) -> Result<()> {
@@ -330,7 +349,7 @@ pub(super) fn weight_grad(
         WeightLayout::InputsFirst => (input, dy),
         WeightLayout::OutputsFirst => (dy, input),
     };
-    debug_assert_eq!(out.shape(), Shape::from([left.shape().cols(), right.shape().cols()]));
+    debug_assert_eq!(out.shape(), [left.elements().shape().cols(), right.elements().shape().cols()].into());
     device.matmul(precision, (left, Transposition::Yes), (right, Transposition::No), out, epilogue)
 }
 

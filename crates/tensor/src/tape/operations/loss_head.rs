@@ -352,6 +352,6 @@ impl LossHead {
         let span = self.chunk_span(chunk);
         let out = target.view.reborrow().into_part(span.offset - self.weight.offset, span.shape);
         let layout = WeightLayout::OutputsFirst;
-        weight_grad(cx.device(), cx.precision(), layout, x, gradient, out, target.accumulate)
+        weight_grad(cx.device(), cx.precision(), layout, x.into(), gradient.into(), out, target.accumulate)
     }
 }

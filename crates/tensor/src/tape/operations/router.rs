@@ -44,7 +44,7 @@ impl Operation for Router {
     fn backward_weight(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<()> {
         write_grad(sink, &self.weight, |out, accumulate| {
             let (layout, dy) = (WeightLayout::OutputsFirst, cx.grad());
-            weight_grad(cx.device(), Precision::F32, layout, cx.input(0), dy, out, accumulate)
+            weight_grad(cx.device(), Precision::F32, layout, cx.input(0).into(), dy.into(), out, accumulate)
         })
     }
 }

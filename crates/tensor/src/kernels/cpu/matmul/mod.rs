@@ -36,9 +36,17 @@ use operands::{PackedLeft, pack_panel};
 use pack::PanelSpan;
 pub(crate) use tile::Tile;
 use tile::{TILE_COLS, TILE_ROWS, rounded_tile};
+use trireme_base::Bf16;
 
 /// Number of columns of the right operand that are packed at a time. Bounds the scratch memory.
 const PACKED_COLS: usize = 2048;
+
+const CACHE_LINE_BYTES: usize = 64;
+
+/// Returns the 32-bit words of scratch memory for the bf16 values of an fp8 operand: whole cache lines.
+pub(crate) fn fp8_scratch_words(num_elements: usize) -> usize {
+    num_elements.div_ceil(CACHE_LINE_BYTES / size_of::<Bf16>()) * (CACHE_LINE_BYTES / size_of::<u32>())
+}
 
 impl Cpu {
     /// Returns the number of 32-bit words of scratch memory that [`Cpu::matmul`] needs.

@@ -137,6 +137,7 @@ impl Cuda {
                         out: of(out),
                         scratch: of(words),
                         precision: *precision,
+                        fp8: None,
                         transposed,
                         accumulate: false,
                     });

@@ -1,9 +1,8 @@
 use super::super::Cuda;
 use super::super::launch::{Argument, Words, pair};
-use crate::fp8::{Fp8Scale, SCALE_EXPONENT_MAX};
-use crate::kernels::IntegerFormat;
+use crate::fp8::{Fp8Scale, Fp8Scaling, SCALE_EXPONENT_MAX};
 use crate::kernels::call::QuantizedCall;
-use crate::kernels::cpu::fp8::Rounding;
+use crate::kernels::{IntegerFormat, Operand, OperandMut};
 
 impl Argument for IntegerFormat {
     fn append(&self, to: &mut Words) -> usize {
@@ -14,11 +13,11 @@ impl Argument for IntegerFormat {
 /// `Fp8` of `sources/quantized.cu`.
 impl Argument for Fp8Scale {
     fn append(&self, to: &mut Words) -> usize {
+        let (fraction_bits, _, max) = self.format().limits();
         let exponent = self.exponent().unwrap_or(0);
-        let Rounding { max, normal_min, rounder_offset, .. } = Rounding::new(self.format(), exponent);
-        pair(max.to_bits(), normal_min).append(to)
-            + pair(rounder_offset, exponent as u32).append(to)
-            + pair(self.margin(), SCALE_EXPONENT_MAX as u32).append(to)
+        pair(max.to_bits(), fraction_bits).append(to)
+            + pair(exponent as u32, self.margin()).append(to)
+            + pair(SCALE_EXPONENT_MAX as u32, 0).append(to)
     }
 }
 
@@ -38,7 +37,7 @@ impl Cuda {
                 let launch = self.kernel("add_dequantized", &[]).arg(message).arg(*format);
                 launch.arg(y).over_elements(y.shape());
             }
-            QuantizedCall::QuantizeFp8 { x, y, amax, scale, own_amax } => {
+            QuantizedCall::QuantizeFp8 { x, codes, reciprocal, amax, scale, own_amax } => {
                 let own_amax = own_amax.as_ref().filter(|_| !scale.is_known());
                 if let Some(own) = own_amax {
                     self.fill(own, 0);
@@ -46,8 +45,20 @@ impl Cuda {
                     launch.over_elements(x.shape());
                 }
                 let launch = self.kernel("quantize_fp8", &[x.dtype()]).arg(x).arg(*scale).arg(own_amax);
-                launch.arg(amax).arg(y).over_elements(x.shape());
+                launch.arg(amax).arg(reciprocal).arg(codes).over_elements(x.shape());
             }
+            QuantizedCall::DequantizeFp8 { codes, scaling, y } => self.dequantize_fp8(*codes, scaling, y),
         }
+    }
+
+    pub(in super::super) fn dequantize_fp8(
+        &self,
+        codes: Operand,
+        scaling: &Fp8Scaling<Operand>,
+        y: &OperandMut,
+    ) {
+        let (fraction_bits, ..) = scaling.format.limits();
+        let launch = self.kernel("dequantize_fp8", &[]).arg(codes).arg(scaling.reciprocal).arg(fraction_bits);
+        launch.arg(y).over_elements(y.shape());
     }
 }

@@ -77,11 +77,11 @@ extern "C" __global__ void add_dequantized(const u8* message, bool is_int4, floa
     }
 }
 
-// A format of 8-bit floats and the exponent of a scale; `Rounding` in `kernels/cpu/fp8.rs`.
+// A format of 8-bit floats and the exponent of a scale.
 struct Fp8 {
     float max;
-    u32 normal_min, rounder_offset;
-    int exponent, margin, exponent_max;
+    u32 fraction_bits;
+    int exponent, margin, exponent_max, padding;
 };
 
 __device__ inline float power_of_two(int exponent) {
@@ -98,14 +98,75 @@ __device__ inline int scale_exponent(const Fp8& format, const float* own_amax) {
     return max(-format.exponent_max, min(exponent, format.exponent_max));
 }
 
-__device__ inline float rounded_to_fp8(const Fp8& format, float x, int exponent) {
-    u32 scaled = __float_as_uint(x * power_of_two(exponent));
-    float magnitude = __uint_as_float(scaled & 0x7fffffff);
-    float saturated = magnitude > format.max ? format.max : magnitude;
-    u32 power = max(__float_as_uint(saturated) & 0x7f800000u, format.normal_min);
-    float rounder = __uint_as_float(power + format.rounder_offset);
-    float rounded = (saturated + rounder) - rounder;
-    return __uint_as_float(__float_as_uint(rounded) | (scaled & 0x80000000u)) * power_of_two(-exponent);
+// The exponent of the smallest normal value.
+__device__ inline int exponent_min(u32 fraction_bits) {
+    return 2 - (1 << (6 - fraction_bits));
+}
+
+// The nearest code, ties to even. Values beyond the range saturate; NaN stays NaN.
+__device__ inline u8 fp8_code(const Fp8& format, float x) {
+    u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) {
+        return u8(sign | 0x7f);
+    }
+    u32 saturated = min(magnitude, __float_as_uint(format.max)), shift = 23 - format.fraction_bits;
+    u32 normal_min = u32(127 + exponent_min(format.fraction_bits)) << 23;
+    u32 power = max(saturated & 0x7f800000u, normal_min);
+    // The unit in the last place of this power of two is that of the format at `power`. A sum with it has the fraction in its last bits,
+    // with a leading one if the value is normal, which adds 1 to the exponent.
+    u32 rounder = power + (shift << 23);
+    u32 fraction = __float_as_uint(__uint_as_float(saturated) + __uint_as_float(rounder)) - rounder;
+    return u8(sign | (((power - normal_min) >> shift) + fraction));
+}
+
+// The value of a code of `fp8_code`.
+__device__ inline float fp8_value(u32 fraction_bits, u8 code) {
+    u32 sign = u32(code & 0x80) << 24, magnitude = code & 0x7f;
+    int first = exponent_min(fraction_bits);
+    float value = magnitude >> fraction_bits == 0
+        ? float(magnitude) * power_of_two(first - int(fraction_bits))
+        : __uint_as_float((magnitude << (23 - fraction_bits)) + (u32(126 + first) << 23));
+    return __uint_as_float(sign | (magnitude == 0x7f ? 0x7fc00000 : __float_as_uint(value)));
+}
+
+extern "C" __global__ void dequantize_fp8(
+    const u8* codes, const float* reciprocal, u32 fraction_bits, Bf16* y, u64 num) {
+    float factor = *reciprocal;
+    FOR_EACH_ELEMENT(i, num) {
+        y[i] = from_f32<Bf16>(fp8_value(fraction_bits, codes[i]) * factor);
+    }
+}
+
+// Side of the square tiles of a transposition, and the words of a row of a tile.
+constexpr u32 TILE = 64, TILE_WORDS = TILE / 4;
+
+// Transposes a matrix of bytes whose dims are multiples of 4, and whose address is. A block per tile.
+extern "C" __global__ void transpose_codes(const u8* x, u8* y, u64 rows, u64 cols, u64 num_tiles) {
+    // The word after each row spreads columns over the banks.
+    __shared__ u32 tile[TILE][TILE_WORDS + 1];
+    u64 tiles_per_row = (cols + TILE - 1) / TILE;
+    u32 word = threadIdx.x % TILE_WORDS, first_line = threadIdx.x / TILE_WORDS;
+    FOR_EACH_ROW(index, num_tiles) {
+        u64 first_row = index / tiles_per_row * TILE, first_col = index % tiles_per_row * TILE;
+        for (u32 line = first_line; line < TILE; line += BLOCK / TILE_WORDS) {
+            u64 row = first_row + line, col = first_col + 4 * word;
+            if (row < rows && col < cols) {
+                tile[line][word] = *reinterpret_cast<const u32*>(x + row * cols + col);
+            }
+        }
+        __syncthreads();
+        for (u32 line = first_line; line < TILE; line += BLOCK / TILE_WORDS) {
+            u64 row = first_row + 4 * word, col = first_col + line;
+            if (row < rows && col < cols) {
+                u32 codes = 0;
+                for (u32 byte = 0; byte < 4; ++byte) {
+                    codes |= (tile[4 * word + byte][line / 4] >> 8 * (line % 4) & 0xff) << 8 * byte;
+                }
+                *reinterpret_cast<u32*>(y + col * rows + row) = codes;
+            }
+        }
+        __syncthreads();
+    }
 }
 
 // Raises `amax` to the largest of the block's finite magnitudes. Bits of magnitudes are ordered like the values.
@@ -135,13 +196,17 @@ __device__ inline u32 finite_magnitude(float x) {
         raise(amax, largest);                                                          \
     }                                                                                  \
     extern "C" __global__ void quantize_fp8_##T(                                       \
-        const T* x, Fp8 format, const float* own_amax, float* amax, Bf16* y, u64 num) { \
+        const T* x, Fp8 format, const float* own_amax, float* amax, float* reciprocal, u8* codes, u64 num) { \
         int exponent = scale_exponent(format, own_amax);                               \
+        float scale = power_of_two(exponent);                                          \
+        if (first_element() == 0) {                                                    \
+            *reciprocal = power_of_two(-exponent);                                     \
+        }                                                                              \
         u32 largest = 0;                                                               \
         FOR_EACH_ELEMENT(i, num) {                                                     \
             float value = to_f32(x[i]);                                                \
             largest = max(largest, finite_magnitude(value));                           \
-            y[i] = from_f32<Bf16>(rounded_to_fp8(format, value, exponent));            \
+            codes[i] = fp8_code(format, value * scale);                                \
         }                                                                              \
         if (amax) {                                                                    \
             raise(amax, largest);                                                      \

@@ -1,6 +1,8 @@
 //! Linear layers in fp8, compared with f64 sums over operands that are quantized here independently.
 
 use super::*;
+use crate::Shape;
+use crate::View;
 use crate::declaration::{Initial, Parameter};
 use crate::device::DeviceOptions;
 use crate::fp8::{Fp8Formats, Fp8Recipe, Fp8State};
