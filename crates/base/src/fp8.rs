@@ -1,5 +1,5 @@
-//! Formats of 8-bit floats (Micikevicius et al., "FP8 formats for deep learning", 2022), and the power-of-two factors that scale values
-//! into their range.
+//! Formats of 8-bit floats (Micikevicius et al., "FP8 formats for deep learning", 2022), their codes, and the power-of-two factors that
+//! scale values into their range.
 
 /// A signed 8-bit floating-point format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -27,12 +27,18 @@ impl Fp8Format {
     }
 }
 
-/// The codes of the format with `FRACTION_BITS` bits of fraction: E4M3 with 3, E5M2 with 2.
+/// Conversions between f32 and the codes of a format with `FRACTION_BITS` bits of fraction.
 #[derive(Debug)]
 pub struct Fp8Codes<const FRACTION_BITS: u32>;
 
-/// Bits of an f32 infinity. Larger magnitudes are NaN.
-const INFINITY_BITS: u32 = 0x7f80_0000;
+/// The codes of [`Fp8Format::E4m3`].
+pub type E4m3Codes = Fp8Codes<3>;
+
+/// The codes of [`Fp8Format::E5m2`].
+pub type E5m2Codes = Fp8Codes<2>;
+
+/// Bits of an infinity. Larger magnitudes are NaN.
+const INFINITY_BITS: u32 = f32::INFINITY.to_bits();
 
 impl<const FRACTION_BITS: u32> Fp8Codes<FRACTION_BITS> {
     const BIAS: u32 = (1 << (6 - FRACTION_BITS)) - 1;
@@ -51,21 +57,24 @@ impl<const FRACTION_BITS: u32> Fp8Codes<FRACTION_BITS> {
     /// A number whose unit in the last place is `UNIT`. Adding it to a value rounds the value to a multiple of `UNIT`.
     const ROUNDING_ADDEND: f32 = Self::UNIT * power_of_two(23);
 
+    /// The largest finite value.
+    pub const MAX: f32 = Self::to_f32(Self::LARGEST as u8);
+
     /// The value of each code.
     pub const VALUES: &[f32; 256] = &{
         let mut values = [0.0; 256];
         let mut code = 0;
         while code < values.len() {
-            values[code] = Self::value(code as u8);
+            values[code] = Self::to_f32(code as u8);
             code += 1;
         }
         values
     };
 
-    /// Rounds to the nearest code, ties to even. Finite values stay finite; an infinity becomes infinity, or NaN in E4M3. There are no
-    /// branches, so that loops are vectorized.
+    /// Rounds to the nearest code, ties to even. Finite values beyond the range saturate; an infinity becomes infinity, or NaN in E4M3; NaN
+    /// stays NaN. There are no branches, so that loops are vectorized.
     #[inline(always)]
-    pub fn of(value: f32) -> u8 {
+    pub fn from_f32(value: f32) -> u8 {
         let (sign, magnitude) = ((value.to_bits() >> 24) & 0x80, value.to_bits() & 0x7fff_ffff);
         let rounding_increment = (1 << (Self::SHIFT - 1)) - 1 + ((magnitude >> Self::SHIFT) & 1);
         let normal = magnitude.wrapping_sub(Self::REBIAS).wrapping_add(rounding_increment) >> Self::SHIFT;
@@ -77,12 +86,9 @@ impl<const FRACTION_BITS: u32> Fp8Codes<FRACTION_BITS> {
         (sign | if magnitude >= INFINITY_BITS { special } else { finite.min(Self::LARGEST) }) as u8
     }
 
-    /// The largest finite value.
-    pub const MAX: f32 = Self::value(Self::LARGEST as u8);
-
-    /// Returns the value of a code. Loops are vectorized.
+    /// Returns the value of a code.
     #[inline(always)]
-    pub const fn value(code: u8) -> f32 {
+    pub const fn to_f32(code: u8) -> f32 {
         let (sign, magnitude) = ((code as u32 & 0x80) << 24, code as u32 & 0x7f);
         let bits = if magnitude > Self::LARGEST {
             let is_infinity = Self::HAS_INFINITY && magnitude == Self::INFINITY;
@@ -135,34 +141,39 @@ mod tests {
     }
 
     fn check<const FRACTION_BITS: u32>(largest: f32) {
-        assert_eq!(Fp8Codes::<FRACTION_BITS>::value(Fp8Codes::<FRACTION_BITS>::LARGEST as u8), largest);
+        assert_eq!(Fp8Codes::<FRACTION_BITS>::to_f32(Fp8Codes::<FRACTION_BITS>::LARGEST as u8), largest);
         for code in 0..=u8::MAX {
-            let value = Fp8Codes::<FRACTION_BITS>::value(code);
+            let value = Fp8Codes::<FRACTION_BITS>::to_f32(code);
             match defined(FRACTION_BITS as i32, code) {
                 Some(expected) => assert_eq!(f64::from(value).to_bits(), expected.to_bits(), "{code:#x}"),
                 None => assert!(!value.is_finite(), "{code:#x} is {value}"),
             }
-            assert!(value.is_nan() || Fp8Codes::<FRACTION_BITS>::of(value) == code, "{code:#x}");
+            assert!(value.is_nan() || Fp8Codes::<FRACTION_BITS>::from_f32(value) == code, "{code:#x}");
         }
         // A value halfway between two neighbors is rounded to the even code; the next values below and above are not
         // ties.
         for code in 0..Fp8Codes::<FRACTION_BITS>::LARGEST as u8 {
             let (low, high) =
-                (Fp8Codes::<FRACTION_BITS>::value(code), Fp8Codes::<FRACTION_BITS>::value(code + 1));
+                (Fp8Codes::<FRACTION_BITS>::to_f32(code), Fp8Codes::<FRACTION_BITS>::to_f32(code + 1));
             let halfway = (low + high) / 2.0;
             let even = code + (code & 1);
             for (value, expected) in
                 [(halfway.next_down(), code), (halfway, even), (halfway.next_up(), code + 1)]
             {
-                assert_eq!(Fp8Codes::<FRACTION_BITS>::of(value), expected, "{value}");
-                assert_eq!(Fp8Codes::<FRACTION_BITS>::of(-value), expected | 0x80, "{value}");
+                assert_eq!(Fp8Codes::<FRACTION_BITS>::from_f32(value), expected, "{value}");
+                assert_eq!(Fp8Codes::<FRACTION_BITS>::from_f32(-value), expected | 0x80, "{value}");
             }
         }
         for value in [largest * 1.5, f32::MAX] {
-            assert_eq!(Fp8Codes::<FRACTION_BITS>::value(Fp8Codes::<FRACTION_BITS>::of(value)), largest);
+            assert_eq!(
+                Fp8Codes::<FRACTION_BITS>::to_f32(Fp8Codes::<FRACTION_BITS>::from_f32(value)),
+                largest
+            );
         }
         for value in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
-            assert!(!Fp8Codes::<FRACTION_BITS>::value(Fp8Codes::<FRACTION_BITS>::of(value)).is_finite());
+            assert!(
+                !Fp8Codes::<FRACTION_BITS>::to_f32(Fp8Codes::<FRACTION_BITS>::from_f32(value)).is_finite()
+            );
         }
     }
 

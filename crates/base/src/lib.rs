@@ -50,7 +50,7 @@ pub use error_text::with_sources;
 pub use escape::{printable, quoted};
 pub use event::{Event, EventCompleter, HostMemory, Pending};
 pub use format_ranges::{format_ranges, format_ranks};
-pub use fp8::{Fp8Codes, Fp8Format, floor_log2, power_of_two};
+pub use fp8::{E4m3Codes, E5m2Codes, Fp8Codes, Fp8Format, floor_log2, power_of_two};
 pub use half::{Bf16, F16, Float};
 pub use heartbeat::Heartbeat;
 pub use journal::{AsyncOperation, Journal, JournalEntry, KernelCall, StepEntries};

@@ -19,18 +19,18 @@ pub(super) const fn message_bytes(len: usize) -> usize {
     SCALE_BYTES + len
 }
 
-/// Writes a message of `values`, and subtracts what it says from them.
+/// Encodes `values` as a message, and leaves the rounding errors in `values`.
 fn encode<const FRACTION_BITS: u32>(scale_exponent: i32, values: &mut [f32], message: &mut [u8]) {
     let (scale, reciprocal) = (power_of_two(scale_exponent), power_of_two(-scale_exponent));
     let (header, codes) = message.split_at_mut(SCALE_BYTES);
     header.copy_from_slice(&reciprocal.to_le_bytes());
     for (value, code) in values.iter_mut().zip(codes) {
-        *code = Fp8Codes::<FRACTION_BITS>::of(*value * scale);
+        *code = Fp8Codes::<FRACTION_BITS>::from_f32(*value * scale);
         *value -= Fp8Codes::<FRACTION_BITS>::VALUES[usize::from(*code)] * reciprocal;
     }
 }
 
-/// Adds the values from `start` on to `sums`.
+/// Decodes the elements of a message from index `start` on, and adds them to `sums`.
 fn add<const FRACTION_BITS: u32>(message: &[u8], start: usize, sums: &mut [f32]) {
     let (header, codes) = message.split_at(SCALE_BYTES);
     let reciprocal = f32::from_le_bytes(header.try_into().expect("a scale has four bytes"));

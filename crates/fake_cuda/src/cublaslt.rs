@@ -1,5 +1,5 @@
 //! cuBLASLt: matmuls of column-major matrices, in f32. There is no algorithm that adds a bias to an odd number of rows of 16 bits. As on
-//! Hopper, fp8 matrices are multiplied only if A is transposed, B is not, and all sizes are multiples of 16.
+//! Hopper, fp8 matrices are multiplied only if A is transposed, B is not, and all sizes are multiples of 16; only a bf16 bias is added.
 
 use crate::Out;
 use crate::driver::call;
@@ -8,6 +8,7 @@ use crate::stream::{Driver, Job};
 use cudarc::cublaslt::sys::cublasStatus_t::{self, *};
 use cudarc::driver::sys::CUresult;
 use std::ffi::{c_int, c_void};
+use std::sync::Arc;
 
 /// Numbers of the library's enumerations.
 const TRANSPOSE_A: u32 = 3;
@@ -16,7 +17,6 @@ const EPILOGUE: u32 = 7;
 const BIAS_POINTER: u32 = 8;
 const A_SCALE_POINTER: u32 = 17;
 const B_SCALE_POINTER: u32 = 18;
-const BIAS_DATA_TYPE: u32 = 26;
 const EPILOGUE_BIAS: u32 = 4;
 const COMPUTE_TF32: u32 = 77;
 
@@ -29,8 +29,6 @@ struct Description {
     transposed: [bool; 2],
     has_bias: bool,
     bias: usize,
-    /// The dtype of the bias, unless it is that of the result.
-    bias_dtype: Option<Dtype>,
     /// Addresses of numbers by which A and B are multiplied; 0 for none.
     scales: [usize; 2],
     is_tf32: bool,
@@ -207,7 +205,6 @@ unsafe extern "C" fn cublasLtMatmulDescSetAttribute(
             (BIAS_POINTER, 8) => (*description).bias = read::<usize>(value),
             (A_SCALE_POINTER, 8) => (*description).scales[0] = read::<usize>(value),
             (B_SCALE_POINTER, 8) => (*description).scales[1] = read::<usize>(value),
-            (BIAS_DATA_TYPE, 4) => (*description).bias_dtype = Dtype::new(read::<u32>(value)),
             _ => return CUBLAS_STATUS_INVALID_VALUE,
         }
     }
@@ -328,7 +325,7 @@ unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
 /// Returns whether the library has an algorithm for these dtypes.
 fn supports(description: &Description, [a, b, d]: [Layout; 3], alignments: [u32; 4]) -> bool {
     if !a.dtype.is_fp8() && !b.dtype.is_fp8() {
-        return a.dtype == b.dtype && description.scales == [0; 2] && description.bias_dtype.is_none();
+        return a.dtype == b.dtype && description.scales == [0; 2];
     }
     let sizes = [a.rows, a.cols, a.stride, b.rows, b.cols, b.stride, d.rows, d.cols, d.stride];
     a.dtype.is_fp8()
@@ -336,7 +333,7 @@ fn supports(description: &Description, [a, b, d]: [Layout; 3], alignments: [u32;
         && [a.dtype, b.dtype] != [Dtype::E5m2; 2]
         && matches!(d.dtype, Dtype::F32 | Dtype::Bf16)
         && description.transposed == [true, false]
-        && (!description.has_bias || description.bias_dtype == Some(Dtype::Bf16))
+        && (!description.has_bias || d.dtype == Dtype::Bf16)
         && sizes.iter().all(|size| size.is_multiple_of(16))
         && alignments.iter().all(|alignment| *alignment >= 16)
 }
@@ -419,8 +416,8 @@ fn multiply(
 ) -> Result<(), CUresult> {
     let (rows, inner) = a.layout.sizes(a.is_transposed);
     let (b_inner, cols) = b.layout.sizes(b.is_transposed);
-    let bias_dtype = description.bias_dtype.unwrap_or(d.layout.dtype);
-    let bias_layout = Layout { dtype: bias_dtype, rows, cols: 1, stride: rows };
+    // The bias has the dtype of the result.
+    let bias_layout = Layout { dtype: d.layout.dtype, rows, cols: 1, stride: rows };
     let bias = Matrix { start: description.bias, layout: bias_layout, is_transposed: false };
     let bias_bytes = if description.has_bias { bias_layout.num_bytes() } else { 0 };
     let fits = inner == b_inner
@@ -439,7 +436,7 @@ fn multiply(
     driver.push(
         stream,
         Job::Run(
-            Box::new(move || {
+            Arc::new(move || {
                 let scale = |address: usize| match address {
                     0 => 1.0,
                     // SAFETY: jobs run while device memory is accessible, and it has this number, as was checked above.

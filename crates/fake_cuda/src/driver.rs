@@ -295,6 +295,51 @@ unsafe extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) 
 }
 
 #[unsafe(no_mangle)]
+extern "C" fn cuStreamBeginCapture_v2(stream: u64, _mode: c_uint) -> CUresult {
+    call_in_context(|driver| driver.begin_capture(stream))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuStreamEndCapture(stream: u64, graph: Out<'_, u64>) -> CUresult {
+    call_in_context(|driver| {
+        graph.write(driver.end_capture(stream)?);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuGraphInstantiateWithFlags(
+    launched: Out<'_, u64>,
+    graph: u64,
+    _flags: c_ulonglong,
+) -> CUresult {
+    call_in_context(|driver| {
+        launched.write(driver.instantiate(graph)?);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuGraphUpload(graph: u64, stream: u64) -> CUresult {
+    call_in_context(|driver| driver.check_graph(graph, stream))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuGraphLaunch(graph: u64, stream: u64) -> CUresult {
+    call_in_context(|driver| driver.launch_graph(graph, stream))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuGraphDestroy(graph: u64) -> CUresult {
+    call_in_context(|driver| driver.destroy_graph(graph))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuGraphExecDestroy(graph: u64) -> CUresult {
+    call_in_context(|driver| driver.destroy_launchable_graph(graph))
+}
+
+#[unsafe(no_mangle)]
 unsafe extern "C" fn cuEventCreate(event: Out<'_, u64>, flags: c_uint) -> CUresult {
     call_in_context(|driver| {
         event.write(driver.create_event(flags & DISABLE_TIMING == 0));
@@ -359,6 +404,7 @@ extern "C" fn cuMemHostUnregister(start: usize) -> CUresult {
 #[unsafe(no_mangle)]
 extern "C" fn cuMemAlloc_v2(start: Out<'_, u64>, num_bytes: usize) -> CUresult {
     call_in_context(|driver| {
+        driver.refuse_during_capture()?;
         let num_bytes = num_bytes.next_multiple_of(GRANULARITY);
         if num_bytes > driver.free_bytes() {
             return Err(CUDA_ERROR_OUT_OF_MEMORY);
@@ -376,6 +422,7 @@ extern "C" fn cuMemAlloc_v2(start: Out<'_, u64>, num_bytes: usize) -> CUresult {
 #[unsafe(no_mangle)]
 extern "C" fn cuMemFree_v2(start: u64) -> CUresult {
     call_in_context(|driver| {
+        driver.refuse_during_capture()?;
         let address = start as usize;
         let (num_bytes, handle) = driver.allocations.remove(&address).ok_or(CUDA_ERROR_INVALID_VALUE)?;
         driver.synchronize()?;

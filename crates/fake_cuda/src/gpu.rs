@@ -19,6 +19,8 @@ pub struct Gpus {
     pub others_bytes: usize,
     /// `FAKE_CUDA_PINNED`: memory of the host that can be pinned, in MiB; any amount by default.
     pub pinned_bytes_max: usize,
+    /// `FAKE_CUDA_GRAPHS`: 0 if graphs cannot be instantiated; 1 by default.
+    pub has_graphs: bool,
     /// `FAKE_CUDA_DRIVER`: version of CUDA that the driver supports, as a thousand times the major and ten times the minor number; 12080 by
     /// default.
     pub driver_version: i32,
@@ -39,6 +41,7 @@ impl Gpus {
             memory_bytes: variable::<usize>("FAKE_CUDA_MEMORY", 16 << 10) << 20,
             others_bytes: variable::<usize>("FAKE_CUDA_OTHERS", 0) << 20,
             pinned_bytes_max: variable::<usize>("FAKE_CUDA_PINNED", usize::MAX >> 20) << 20,
+            has_graphs: variable("FAKE_CUDA_GRAPHS", 1) != 0,
             driver_version: variable("FAKE_CUDA_DRIVER", 12080),
         }
     }

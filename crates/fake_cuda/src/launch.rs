@@ -69,7 +69,7 @@ pub struct CompiledKernel {
 }
 
 /// A launch of a kernel.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Launch {
     /// Name of the kernel.
     pub name: String,

@@ -8,6 +8,8 @@ use crate::module::Module;
 use crate::random::Random;
 use cudarc::driver::sys::CUresult::{self, *};
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::thread::ThreadId;
 
 /// Probabilities, in eighths, that a call of the driver runs one job although nothing waits for it. The seed chooses one.
 const EAGERNESS: [usize; 4] = [0, 1, 5, 8];
@@ -40,7 +42,7 @@ pub(crate) enum Job {
         recording: u64,
     },
     /// Work of another library, such as a matmul, and the milliseconds that it takes on the driver's clock.
-    Run(Box<dyn FnOnce() + Send>, u32),
+    Run(Arc<dyn Fn() + Send + Sync>, u32),
     /// Work of another library that waits for other processes.
     Poll(Poll),
     /// Waits for a recording of an event.
@@ -48,6 +50,38 @@ pub(crate) enum Job {
         event: u64,
         recording: u64,
     },
+}
+
+impl Job {
+    /// Returns the job once more if a graph can have it. Copies from and to the host change what they copy.
+    fn again(&self, memory: &DeviceMemory) -> Option<Job> {
+        Some(match self {
+            Job::Launch(launch) => Job::Launch(launch.clone()),
+            &Job::Copy { from, to, num_bytes }
+                if memory.contains(from, num_bytes) && memory.contains(to, num_bytes) =>
+            {
+                Job::Copy { from, to, num_bytes }
+            }
+            &Job::Fill { to, num_bytes, byte } => Job::Fill { to, num_bytes, byte },
+            Job::Run(run, milliseconds) => Job::Run(Arc::clone(run), *milliseconds),
+            _ => return None,
+        })
+    }
+}
+
+/// The jobs of a stream that are captured instead of being run.
+struct Capture {
+    jobs: Vec<Job>,
+    thread: ThreadId,
+    is_valid: bool,
+}
+
+impl Capture {
+    /// Makes the capture invalid. Returns the error of the call that has done so.
+    fn refuse(&mut self) -> Result<(), CUresult> {
+        self.is_valid = false;
+        Err(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+    }
 }
 
 /// An event: how often it was recorded, and which recordings are complete.
@@ -80,6 +114,11 @@ pub(crate) struct Driver {
     pub(crate) modules: BTreeMap<u64, &'static Module>,
     pub(crate) functions: BTreeMap<u64, (String, Kernel)>,
     streams: BTreeMap<u64, VecDeque<Job>>,
+    /// The streams whose jobs are captured.
+    captures: BTreeMap<u64, Capture>,
+    graphs: BTreeMap<u64, Vec<Job>>,
+    /// Graphs that were instantiated.
+    launchable_graphs: BTreeMap<u64, Vec<Job>>,
     events: BTreeMap<u64, EventState>,
     /// Pinned memory of the host: start and size. Copies read it when they run.
     pub(crate) pinned: BTreeMap<usize, usize>,
@@ -121,6 +160,9 @@ impl Driver {
             modules: BTreeMap::new(),
             functions: BTreeMap::new(),
             streams: BTreeMap::new(),
+            captures: BTreeMap::new(),
+            graphs: BTreeMap::new(),
+            launchable_graphs: BTreeMap::new(),
             events: BTreeMap::new(),
             pinned: BTreeMap::new(),
             allocations: BTreeMap::new(),
@@ -162,7 +204,86 @@ impl Driver {
         self.events.remove(&event).map(drop).ok_or(CUDA_ERROR_INVALID_HANDLE)
     }
 
+    /// Begins to capture the jobs of a stream.
+    pub(crate) fn begin_capture(&mut self, stream: u64) -> Result<(), CUresult> {
+        if !self.streams.contains_key(&stream) {
+            return Err(CUDA_ERROR_INVALID_HANDLE);
+        }
+        if self.captures.contains_key(&stream) {
+            return Err(CUDA_ERROR_ILLEGAL_STATE);
+        }
+        let thread = std::thread::current().id();
+        self.captures.insert(stream, Capture { jobs: Vec::new(), thread, is_valid: true });
+        Ok(())
+    }
+
+    /// Ends the capture of a stream, on the thread that has begun it. Returns the graph.
+    pub(crate) fn end_capture(&mut self, stream: u64) -> Result<u64, CUresult> {
+        let Capture { jobs, thread, is_valid } =
+            self.captures.remove(&stream).ok_or(CUDA_ERROR_ILLEGAL_STATE)?;
+        if thread != std::thread::current().id() {
+            return Err(CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
+        }
+        if !is_valid {
+            return Err(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+        }
+        let handle = self.handle();
+        self.graphs.insert(handle, jobs);
+        Ok(handle)
+    }
+
+    /// Refuses a call that this thread must not make while it captures jobs, and that makes the capture invalid.
+    pub(crate) fn refuse_during_capture(&mut self) -> Result<(), CUresult> {
+        let thread = std::thread::current().id();
+        let mut own = self.captures.values_mut().filter(|capture| capture.thread == thread);
+        own.next().map_or(Ok(()), |capture| capture.refuse())
+    }
+
+    /// Returns a graph that can be launched.
+    pub(crate) fn instantiate(&mut self, graph: u64) -> Result<u64, CUresult> {
+        if !self.gpus.has_graphs {
+            return Err(CUDA_ERROR_NOT_SUPPORTED);
+        }
+        let jobs = self.jobs_again(self.graphs.get(&graph))?;
+        let handle = self.handle();
+        self.launchable_graphs.insert(handle, jobs);
+        Ok(handle)
+    }
+
+    pub(crate) fn destroy_graph(&mut self, graph: u64) -> Result<(), CUresult> {
+        self.graphs.remove(&graph).map(drop).ok_or(CUDA_ERROR_INVALID_HANDLE)
+    }
+
+    pub(crate) fn destroy_launchable_graph(&mut self, graph: u64) -> Result<(), CUresult> {
+        self.launchable_graphs.remove(&graph).map(drop).ok_or(CUDA_ERROR_INVALID_HANDLE)
+    }
+
+    /// Returns an error if a graph cannot be launched on a stream.
+    pub(crate) fn check_graph(&self, graph: u64, stream: u64) -> Result<(), CUresult> {
+        let exist = self.launchable_graphs.contains_key(&graph) && self.streams.contains_key(&stream);
+        exist.then_some(()).ok_or(CUDA_ERROR_INVALID_HANDLE)
+    }
+
+    pub(crate) fn launch_graph(&mut self, graph: u64, stream: u64) -> Result<(), CUresult> {
+        let jobs = self.jobs_again(self.launchable_graphs.get(&graph))?;
+        jobs.into_iter().try_for_each(|job| self.push(stream, job))
+    }
+
+    fn jobs_again(&self, jobs: Option<&Vec<Job>>) -> Result<Vec<Job>, CUresult> {
+        let jobs = jobs.ok_or(CUDA_ERROR_INVALID_HANDLE)?;
+        jobs.iter().map(|job| job.again(&self.memory).ok_or(CUDA_ERROR_ILLEGAL_ADDRESS)).collect()
+    }
+
     pub(crate) fn push(&mut self, stream: u64, job: Job) -> Result<(), CUresult> {
+        if let Some(capture) = self.captures.get_mut(&stream) {
+            return match job.again(&self.memory) {
+                Some(job) => {
+                    capture.jobs.push(job);
+                    Ok(())
+                }
+                None => capture.refuse(),
+            };
+        }
         if let Job::Launch(_) = job {
             self.num_launches += 1;
             if self.gpus.lost == Some((self.ordinal, self.num_launches)) {
@@ -269,6 +390,9 @@ impl Driver {
     /// Runs jobs until a stream is empty. Returns false if a job waits for other processes, so that other threads may issue what these
     /// need.
     pub(crate) fn try_synchronize_stream(&mut self, stream: u64) -> Result<bool, CUresult> {
+        if let Some(capture) = self.captures.get_mut(&stream) {
+            capture.refuse()?;
+        }
         if !self.streams.contains_key(&stream) {
             return Err(CUDA_ERROR_INVALID_HANDLE);
         }
@@ -277,6 +401,9 @@ impl Driver {
 
     /// Returns whether a stream is empty, after some job.
     pub(crate) fn query_stream(&mut self, stream: u64) -> Result<bool, CUresult> {
+        if let Some(capture) = self.captures.get_mut(&stream) {
+            capture.refuse()?;
+        }
         self.streams.get(&stream).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
         self.run_one();
         self.memory.set_open(false);

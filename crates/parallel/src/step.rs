@@ -27,7 +27,7 @@ pub struct ExecutorOptions {
     /// Whether parameters are stored in bf16: each update is computed in f32 and rounded stochastically. Requires `precision` bf16, and
     /// neither `fp8` nor quantized weights.
     pub bf16_parameters: bool,
-    /// Recipe for the linear layers of blocks in fp8, or `None`. Everything else is in `precision`, which must be bf16.
+    /// Recipe for the linear layers of blocks in fp8, or `None`. Other matmuls and activations use `precision`, which must be bf16.
     pub fp8: Option<Fp8Recipe>,
     /// Whether ranks of the tensor axis split the rows of a microbatch between tensor-parallel layers (sequence parallelism).
     pub shards_rows: bool,

@@ -320,6 +320,12 @@ impl Device {
         self.run(FunctionCall { name, cost, inputs, output, function }.into());
     }
 
+    /// Starts the kernels issued so far. A GPU collects kernels until something depends on them, to launch them together. Call this at the
+    /// end of a part of a program, before the host may wait for other ranks.
+    pub fn submit(&self) {
+        self.backend.submit();
+    }
+
     /// Returns an event that completes when all kernels issued so far have run.
     pub fn record_event(&self) -> Event {
         self.backend.record()
@@ -345,6 +351,8 @@ impl Device {
     /// If the memory is not of a device.
     #[track_caller]
     pub fn wait_for_exchange(&self, memory: &dyn DeviceMemory, done: &Event) {
+        // The next line may block.
+        self.submit();
         let issued = ExchangeMemory::of(memory).wait_until_issued(done);
         self.wait_for(issued.as_ref().unwrap_or(done));
     }

@@ -97,7 +97,7 @@ impl Fp8Scale {
     }
 }
 
-/// Values as 8-bit codes with a scale in common.
+/// Values as fp8 codes with a scale in common.
 #[derive(Debug)]
 pub(crate) struct Fp8Tensor {
     codes: Tensor,
@@ -118,17 +118,17 @@ impl Fp8Tensor {
     }
 }
 
-/// A borrowed matrix of 8-bit codes.
+/// A borrowed matrix `[rows, cols]` of fp8 codes (u8) with a scale in common. Linear layers that compute in fp8 create it.
 #[derive(Debug, Clone, Copy)]
 pub struct Fp8View<'a> {
     pub(crate) codes: View<'a>,
     pub(crate) scaling: Fp8Scaling<View<'a>>,
 }
 
-/// The meaning of 8-bit codes: values of a format, times a factor.
+/// How to decode fp8 codes: the value of a code in `format`, times `reciprocal`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fp8Scaling<A> {
-    /// The factor, an f32.
+    /// The reciprocal of the scale, f32, `[1]`.
     pub(crate) reciprocal: A,
     pub(crate) format: Fp8Format,
 }
@@ -221,8 +221,8 @@ impl Fp8Layer<'_> {
         Ok(rounded)
     }
 
-    /// Returns the values of a tensor of [`quantize`](Fp8Layer::quantize) from its parts.
-    pub(crate) fn view<'a>(
+    /// Returns a view of the [parts](Fp8Tensor::into_parts) of a tensor that [`quantize`](Fp8Layer::quantize) returned for `operand`.
+    pub(crate) fn view_of_parts<'a>(
         &self,
         operand: LinearOperand,
         codes: View<'a>,

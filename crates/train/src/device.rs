@@ -19,6 +19,7 @@ pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
         DeviceName::Cuda => BackendKind::Cuda(CudaOptions {
             allow_tf32: config.training().allow_tf32 && config.training().dtype == Precision::F32,
             time_matmuls: config.training().time_matmuls,
+            launch_singly: !config.training().cuda_graphs,
             ..CudaOptions::default()
         }),
         DeviceName::Detached => {

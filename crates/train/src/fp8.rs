@@ -8,9 +8,10 @@ use trireme_checkpoint::{OPTIMIZER_PREFIX, StoredTensors};
 use trireme_plan::{Extent, Mesh, TensorPlacement};
 use trireme_tensor::{Fp8Formats, Fp8Recipe, Fp8State, ParameterId, ParameterTable};
 
-/// The notice that fp8 may be emulated.
-pub const FP8_NOTICE: &str = "fp8 is emulated on CPUs, and on GPUs before compute capability 8.9: values are rounded as \
-     fp8 would round them, but computed in bf16, so nothing becomes faster";
+/// Says where fp8 is emulated.
+pub const FP8_NOTICE: &str = "fp8 multiplications need a GPU of compute capability 8.9 or later, and sizes that are multiples of 16; \
+                              elsewhere, and in the layers of experts, values are rounded to fp8 but multiplied in bf16, which is not \
+                              faster";
 
 /// Returns the fp8 recipe of a config, or `None` without fp8.
 pub(crate) fn recipe(training: &config::Training) -> Option<Fp8Recipe> {

@@ -58,7 +58,7 @@ fn values_that_cannot_be() {
         ("training.dtype=int8", &["expected \"f32\", \"bf16\" or \"f16\""]),
         (
             "training.fp8=hybrid",
-            &["fp8 leaves everything but matrix products in bf16", "set dtype = \"bf16\""],
+            &["fp8 requires bf16 for everything that is not rounded to fp8", "set dtype = \"bf16\""],
         ),
         ("launch.workers=-1", &["expected a whole number from 0"]),
         ("model.num_heads=5", &["num_heads 5 does not divide hidden_size 32"]),

@@ -281,6 +281,7 @@ impl Executor {
                 }
             }
         }
+        self.device.submit();
         Ok(())
     }
 

@@ -28,7 +28,7 @@ pub enum MatmulEpilogue<'a> {
     /// Adds the result to the destination's values, which are f32.
     Accumulate,
     /// Adds an f32 bias and an f32 residual, both optional, to the result. Without a residual, GPUs round the bias to the dtype of the
-    /// result before they add it; with fp8 operands, they may round it to bf16.
+    /// result before they add it.
     Add {
         /// One value per column.
         bias: Option<View<'a>>,
@@ -42,7 +42,7 @@ pub enum MatmulEpilogue<'a> {
 pub enum MatmulOperand<'a> {
     /// Values, which are rounded to the precision of the matmul.
     Values(View<'a>),
-    /// 8-bit codes.
+    /// fp8 codes with a scale in common.
     Fp8(Fp8View<'a>),
 }
 
@@ -71,7 +71,8 @@ impl<'a> MatmulOperand<'a> {
 
 impl Device {
     /// Computes `out = op(left) op(right) + epilogue` for matrices. Operands are rounded to `precision`; sums are f32. `out` is `rows x
-    /// cols`. fp8 operands are multiplied by fp8 units if the device has them and all sizes are multiples of 16; otherwise in bf16.
+    /// cols`. GPUs of compute capability 8.9 or later multiply fp8 operands by fp8 units if all sizes are multiples of 16 and all matrices
+    /// are aligned to 16 bytes; otherwise the values of the codes are multiplied in bf16.
     ///
     /// Cost: `2 rows cols inner` floating-point operations.
     ///
@@ -79,8 +80,8 @@ impl Device {
     /// If there is no memory to pack operands.
     ///
     /// # Panics
-    /// If the shapes do not match, if an operand is not a float type, or if an accumulated destination, bias or residual is not f32. If one
-    /// operand is fp8 and the other is not, or if both are and `precision` is not bf16.
+    /// If the shapes do not match, if an operand is not a float type, or if an accumulated destination, bias or residual is not
+    /// f32. Also if only one operand is fp8, or if both are and `precision` is not bf16.
     pub fn matmul<'a>(
         &self,
         precision: Precision,
@@ -132,6 +133,7 @@ impl Device {
         if self.is_gpu {
             return matmul_scratch_words(precision, size);
         }
+        // Only fp8 operands are u8.
         let is_fp8 = left.dtype() == DType::U8;
         let elements = Floats::empty(if is_fp8 { DType::Bf16 } else { left.dtype() });
         let left = Matrix::row_major(elements, left.shape().cols(), *transpose == Transposition::Yes);

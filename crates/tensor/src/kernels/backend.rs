@@ -73,6 +73,9 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
     /// Runs a kernel after those issued before. Panics if operands do not match, either here or on the thread that runs the kernel.
     fn run(&self, call: Call);
 
+    /// Starts the kernels issued so far, as soon as those before have run. Until then, the backend may collect them.
+    fn submit(&self) {}
+
     /// Copies host bytes to device memory, after the kernels issued before. The bytes may be overwritten once this returns.
     fn upload(&self, from: &[u8], to: OperandMut);
 

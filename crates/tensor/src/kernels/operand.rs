@@ -13,7 +13,7 @@ use std::ptr::NonNull;
 use trireme_base::DType;
 
 /// A row-major array that a kernel reads: a [`View`](crate::View) without its borrow.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Operand {
     start: NonNull<u8>,
     num_bytes: usize,

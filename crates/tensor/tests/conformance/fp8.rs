@@ -115,8 +115,8 @@ impl Layer {
     }
 }
 
-/// The GPU's fp8 units multiply matrices whose sizes are multiples of 16. Results are bf16 numbers, or f32 ones to which a bf16 bias is
-/// added.
+/// The GPU's fp8 units multiply matrices whose sizes are multiples of 16. Results are bf16 numbers, or f32 ones, to which another kernel
+/// adds bias and residual.
 #[test]
 fn layers_in_fp8_have_the_results_of_their_emulation() {
     for (formats, layout, [rows, inputs, outputs], has_residual) in [

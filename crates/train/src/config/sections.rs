@@ -210,9 +210,10 @@ config_section! {
         /// bf16_parameters`), their gradients in f32, and the optimizer's state in `[optimizer] state_dtype`.
         dtype: Precision = Precision::F32;
         /// Rounds the inputs of matrix multiplications in the blocks' linear layers to 8-bit floats: `e4m3` rounds all of them to
-        /// E4M3, `hybrid` uses E5M2 for gradients (the recipes of NVIDIA's Transformer Engine). GPUs from compute capability 8.9 on
-        /// multiply them, if rows, inputs and outputs are multiples of 16. Other GPUs and CPUs emulate that in bf16, to study
-        /// convergence; nothing becomes faster. Values beyond the range of the format, including infinities, become its largest value.
+        /// E4M3, `hybrid` uses E5M2 for gradients (the recipes of NVIDIA's Transformer Engine). GPUs of compute capability 8.9 or
+        /// later multiply the 8-bit floats if the tokens of a microbatch and the inputs and outputs of the layer on each rank are
+        /// multiples of 16. Otherwise, and in the layers of experts, the rounded values are multiplied in bf16, which serves to study
+        /// convergence and is not faster. Values beyond the range of the format, including infinities, become its largest value.
         /// Requires `dtype = "bf16"`.
         fp8: Fp8 = Fp8::Off;
         /// Number of past steps whose largest magnitudes determine the scale of a tensor (`amax_history_len` of
@@ -250,6 +251,10 @@ config_section! {
         /// the cache folder (`$XDG_CACHE_HOME/trireme/cuda`, or `~/.cache`). Hosts of one run must then share this folder, so that copies
         /// of a product have the same bits. Otherwise, the library chooses without measuring. Only applies with `device = "cuda"`.
         time_matmuls: bool = false;
+        /// Launches kernels that repeat in each step together, by CUDA graphs. `false` launches each kernel on its own, to find out whether
+        /// a failure depends on it. Results do not. Only applies with `device = "cuda"`.
+        @no_effect_on_training
+        cuda_graphs: bool = true;
         /// Threads per worker; 0 uses the worker's share of the cores: the cores that it has to itself, and an equal part of the cores that
         /// several workers share, within the CPU quota of its control group.
         @no_effect_on_training @per_rank

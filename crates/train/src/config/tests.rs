@@ -275,7 +275,7 @@ fn fp8_needs_bf16_and_its_keys_need_fp8() {
     assert_eq!(
         mistakes(&text, &[]),
         [
-            "configs/try.toml:6: fp8 = \"hybrid\": fp8 leaves everything but matrix products in bf16; set dtype = \"bf16\", or remove this key"
+            "configs/try.toml:6: fp8 = \"hybrid\": fp8 requires bf16 for everything that is not rounded to fp8; set dtype = \"bf16\", or remove this key"
         ]
     );
     assert_eq!(mistakes(&text, &["training.dtype=f16"]).len(), 1);

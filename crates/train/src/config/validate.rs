@@ -402,7 +402,7 @@ fn check_fp8(checks: &mut Checks<'_>) {
     let training = &checks.unchecked.sections.training;
     let is_on = training.fp8 != Fp8::Off;
     checks.require(!is_on || training.dtype == Precision::Bf16, &["training.fp8", "training.dtype"], || {
-        "fp8 leaves everything but matrix products in bf16; set dtype = \"bf16\", or remove this key"
+        "fp8 requires bf16 for everything that is not rounded to fp8; set dtype = \"bf16\", or remove this key"
             .to_owned()
     });
     for key in changed_keys(training).filter(|key| FP8_KEYS.contains(key)) {

@@ -46,8 +46,8 @@ pub(crate) struct StepArgs {
     /// Data type of activations and matrix multiplications: f32, bf16 or f16.
     #[arg(long, default_value = "f32")]
     dtype: Precision,
-    /// Emulate fp8 in the linear layers of the blocks: e4m3, or hybrid, which uses E5M2 for gradients. Requires
-    /// --dtype bf16, and does not make anything faster.
+    /// Round the inputs of matrix multiplications in the blocks' linear layers to fp8: e4m3, or hybrid, which uses E5M2 for
+    /// gradients. Requires --dtype bf16. Faster only on GPUs of compute capability 8.9 or later.
     #[arg(long, value_name = "FORMATS")]
     fp8: Option<Fp8Formats>,
     /// Data type to which gradients are rounded before they are summed over the workers: f32, bf16 or, with --dtype f16, f16.
@@ -178,7 +178,7 @@ pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
     if let Some(formats) = args.fp8
         && args.dtype != Precision::Bf16
     {
-        bail!("--fp8 {formats} is emulated in bf16; add --dtype bf16");
+        bail!("--fp8 {formats} requires bf16; add --dtype bf16");
     }
     if args.reduce_dtype == Precision::F16 && args.dtype != Precision::F16 {
         bail!("--reduce-dtype f16 needs loss scaling; add --dtype f16, or use bf16");
@@ -460,7 +460,7 @@ fn measure(
             model: args.model.file_name().unwrap_or(args.model.as_os_str()).to_string_lossy().into_owned(),
             params: executor.model().table().full().num_elements(),
             dtype: args.dtype.to_string(),
-            fp8: args.fp8.map(|formats| format!("{formats} (emulated)")),
+            fp8: args.fp8.map(|formats| formats.to_string()),
             reduce_dtype: args.reduce_dtype.to_string(),
             strategy: match (world_size, args.independent) {
                 (1, _) => "none",

@@ -35,22 +35,23 @@ kernel_calls! {
             check_message(message.num_bytes(), format, y.shape());
         }
 
-        /// Computes the codes of `x * s` for the scale `s`, elementwise, rounded to nearest even and saturated. `reciprocal`, an f32,
+        /// Writes the fp8 codes of `x * s` for the scale `s` to `codes`, u8, rounded to nearest even and saturated. `reciprocal`, an f32,
         /// becomes `1 / s`. `amax`, an f32, becomes the maximum of itself and the largest finite `|x|`. `own_amax`, an f32, is scratch
         /// memory, which is needed if the scale is unknown.
         ///
-        /// Panics if the shapes differ, or without scratch memory that is needed.
+        /// Panics if the shapes differ, if `codes` is not u8, or without scratch memory that is needed.
         pub(crate) fn quantize_fp8 => QuantizeFp8 {
             x: View, scale: Fp8Scale, codes: ViewMut, reciprocal: ViewMut, amax: Option<ViewMut>, own_amax: Option<ViewMut>;
             assert_eq!((x.shape(), codes.dtype()), (codes.shape(), DType::U8));
             assert!(scale.is_known() || own_amax.is_some(), "no scale, and no memory for the largest value");
         }
 
-        /// Writes the values of codes of `quantize_fp8` to `y`, which is bf16. Exact.
+        /// Decodes `codes`, u8, which `quantize_fp8` wrote, to `y`, bf16. Exact.
         ///
-        /// Panics if the shapes differ.
+        /// Panics if the shapes differ, or for other dtypes.
         pub(crate) fn dequantize_fp8 => DequantizeFp8 { codes: View, scaling: Fp8Scaling<View>, y: ViewMut;
-            assert_eq!((codes.shape(), DType::Bf16), (y.shape(), y.dtype()));
+            assert_eq!(codes.shape(), y.shape());
+            assert_eq!((codes.dtype(), y.dtype()), (DType::U8, DType::Bf16));
         }
     }
 }
@@ -64,7 +65,7 @@ fn check_message(num_bytes: usize, format: IntegerFormat, values: Shape) {
     assert_eq!(num_bytes, format.num_bytes(len), "a message of {len} elements");
 }
 
-/// Operations of a quantization to fp8 per element: two products with the scale, clamping, and the amax.
+/// Operations of a quantization to fp8 per element: the product with the scale, clamping, rounding, and the amax.
 const FP8_OPERATIONS: usize = 6;
 
 impl QuantizedCall {

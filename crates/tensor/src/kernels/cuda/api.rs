@@ -69,6 +69,13 @@ functions! {
         cuStreamSynchronize(cuda::CUstream);
         cuStreamQuery(cuda::CUstream);
         cuStreamWaitEvent(cuda::CUstream, cuda::CUevent, c_uint);
+        cuStreamBeginCapture_v2(cuda::CUstream, cuda::CUstreamCaptureMode);
+        cuStreamEndCapture(cuda::CUstream, *mut cuda::CUgraph);
+        cuGraphInstantiateWithFlags(*mut cuda::CUgraphExec, cuda::CUgraph, c_ulonglong);
+        cuGraphUpload(cuda::CUgraphExec, cuda::CUstream);
+        cuGraphLaunch(cuda::CUgraphExec, cuda::CUstream);
+        cuGraphDestroy(cuda::CUgraph);
+        cuGraphExecDestroy(cuda::CUgraphExec);
         cuEventCreate(*mut cuda::CUevent, c_uint);
         cuEventDestroy_v2(cuda::CUevent);
         cuEventRecord(cuda::CUevent, cuda::CUstream);

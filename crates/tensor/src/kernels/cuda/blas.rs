@@ -13,7 +13,7 @@ use algorithms::{Algorithm, AlgorithmFile, Problem};
 use cudarc::cublaslt::sys as blas;
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use trireme_base::{DType, Fp8Format};
 
 /// A handle of cuBLASLt, and the algorithms that were chosen.
@@ -53,6 +53,7 @@ pub(super) struct MatmulKind {
 }
 
 /// The arrays of a matmul.
+#[derive(Debug, PartialEq, Eq, Hash)]
 pub(super) struct Arrays {
     pub(super) left: Operand,
     pub(super) right: Operand,
@@ -83,13 +84,48 @@ impl Blas {
         &self.context.installation.blas
     }
 
-    /// Issues a matmul to a stream. Returns false if the library has no algorithm for it.
+    /// Returns whether the library has an algorithm for a matmul. Chooses one if such a matmul is new. Algorithms may be timed on the
+    /// stream that `stream` returns, which overwrites the workspace, so earlier jobs must have been issued.
+    pub(super) fn has_algorithm(
+        &self,
+        kind: MatmulKind,
+        arrays: &Arrays,
+        stream: impl FnOnce() -> blas::cudaStream_t,
+    ) -> Result<bool, CudaError> {
+        if let Some(known) = self.lock().get(&kind) {
+            return Ok(known.is_some());
+        }
+        self.with_problem(kind, arrays, stream(), |problem| Ok(self.algorithm(problem)?.is_some()))
+    }
+
+    /// Issues a matmul to a stream. Fails if the library has no algorithm for it.
     pub(super) fn multiply(
         &self,
         kind: MatmulKind,
         arrays: &Arrays,
         stream: blas::cudaStream_t,
-    ) -> Result<bool, CudaError> {
+    ) -> Result<(), CudaError> {
+        self.with_problem(kind, arrays, stream, |problem| match self.algorithm(problem)? {
+            Some(algorithm) => self.issue(problem, &algorithm, arrays.out.addresses().start),
+            None => {
+                let MatmulKind { rows, cols, inner, dtype, .. } = kind;
+                Err(CudaError::NoAlgorithm { rows, cols, inner, dtype })
+            }
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<MatmulKind, Option<Algorithm>>> {
+        self.algorithms.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Describes a matmul to the library.
+    fn with_problem<T>(
+        &self,
+        kind: MatmulKind,
+        arrays: &Arrays,
+        stream: blas::cudaStream_t,
+        run: impl FnOnce(&Problem<'_>) -> Result<T, CudaError>,
+    ) -> Result<T, CudaError> {
         let api = self.api();
         let MatmulKind { rows, cols, inner, transposed, .. } = kind;
         let description = Description::new(api, &kind, arrays)?;
@@ -102,10 +138,7 @@ impl Blas {
         let right = Layout::row_major(api, right_type, stored(inner, cols, transposed[1]))?;
         let out = Layout::row_major(api, data_type(kind.out_dtype), (rows, cols))?;
         let layouts = [&right, &left, &out];
-        let problem = Problem { kind, description: &description, layouts, arrays, stream };
-        let Some(algorithm) = self.algorithm(&problem)? else { return Ok(false) };
-        self.issue(&problem, &algorithm, arrays.out.addresses().start)?;
-        Ok(true)
+        run(&Problem { kind, description: &description, layouts, arrays, stream })
     }
 
     /// Issues a matmul whose result goes to the address `out`.
@@ -176,10 +209,6 @@ impl Description {
             let epilogue = blas::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
             description.set(attributes::CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue)?;
             description.set(attributes::CUBLASLT_MATMUL_DESC_BIAS_POINTER, address(bias))?;
-            if kind.fp8.is_some() {
-                let bias_type = data_type(bias.dtype()) as u32;
-                description.set(attributes::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bias_type)?;
-            }
         }
         Ok(description)
     }

@@ -1,17 +1,14 @@
 //! Launches of kernels.
 
 use super::Cuda;
-use super::api::call;
 use super::error::CudaError;
-use crate::kernels::backend::Stream;
+pub(super) use super::job::{BLOCK_THREADS, Words};
+use super::job::{Job, KernelLaunch};
 use crate::kernels::{Activation, Operand, OperandMut};
 use crate::shape::Shape;
 use cudarc::driver::sys::CUstream;
 use smallvec::SmallVec;
 use trireme_base::{DType, RandomKey};
-
-/// Number of threads of a block; `BLOCK` in `sources/common.cuh`.
-pub(super) const BLOCK_THREADS: u32 = 256;
 
 /// Number of threads of a warp; `WARP` in `sources/common.cuh`.
 const WARP: u32 = 32;
@@ -21,9 +18,6 @@ const BLOCKS_MAX: u64 = 1 << 14;
 
 /// Number of columns that a block sums at a time; `SUM_COLUMNS` in `sources/common.cuh`.
 const SUM_COLUMNS: usize = 32;
-
-/// Memory of an argument.
-pub(super) type Words = SmallVec<[u64; 4]>;
 
 /// Returns the dtype of unsigned integers with the size of a dtype, for kernels that only copy.
 pub(super) fn word(dtype: DType) -> DType {
@@ -42,7 +36,10 @@ pub(super) fn pair(low: u32, high: u32) -> u64 {
 
 /// An argument of a kernel.
 pub(super) trait Argument {
-    /// Appends the bytes of the argument to memory that is aligned to eight bytes.
+    /// Whether the argument differs from step to step, so that a graph with the launch would not repeat. Only speed depends on it.
+    const CHANGES: bool = false;
+
+    /// Appends the bytes of the argument, filled up to whole words. Returns their number.
     fn append(&self, to: &mut Words) -> usize;
 }
 
@@ -83,6 +80,8 @@ impl Argument for OperandMut {
 
 /// An absent array is a null pointer.
 impl<A: Argument> Argument for Option<A> {
+    const CHANGES: bool = A::CHANGES;
+
     fn append(&self, to: &mut Words) -> usize {
         match self {
             Some(argument) => argument.append(to),
@@ -92,6 +91,8 @@ impl<A: Argument> Argument for Option<A> {
 }
 
 impl<A: Argument> Argument for &A {
+    const CHANGES: bool = A::CHANGES;
+
     fn append(&self, to: &mut Words) -> usize {
         (**self).append(to)
     }
@@ -105,6 +106,8 @@ impl<const N: usize> Argument for [usize; N] {
 }
 
 impl Argument for RandomKey {
+    const CHANGES: bool = true;
+
     fn append(&self, to: &mut Words) -> usize {
         let ([low, high], stream) = self.parts();
         pair(low, high).append(to) + stream.append(to)
@@ -126,10 +129,9 @@ impl Argument for Activation {
 /// A launch that is being put together.
 pub(super) struct Launch<'c> {
     cuda: &'c Cuda,
-    stream: CUstream,
-    name: String,
-    /// Each argument, with its size in bytes.
-    arguments: SmallVec<[(Words, usize); 12]>,
+    launch: KernelLaunch,
+    /// Whether some argument differs from step to step.
+    changes: bool,
 }
 
 impl Cuda {
@@ -144,8 +146,8 @@ impl Cuda {
     }
 
     fn launch(&self, name: String) -> Launch<'_> {
-        let stream = self.streams.handle(Stream::Compute);
-        Launch { cuda: self, stream, name, arguments: SmallVec::new() }
+        let launch = KernelLaunch { name, num_blocks: 0, words: Words::new(), sizes: SmallVec::new() };
+        Launch { cuda: self, launch, changes: false }
     }
 
     /// Begins a launch of a kernel of a header, which is compiled when these parameters are first used.
@@ -172,16 +174,19 @@ fn blocks_over(shape: Shape) -> u32 {
 }
 
 impl Launch<'_> {
-    /// Launches on `stream` instead of the compute stream.
-    pub(super) fn on(self, stream: CUstream) -> Self {
-        Launch { stream, ..self }
+    pub(super) fn arg<A: Argument>(mut self, argument: A) -> Self {
+        let KernelLaunch { words, sizes, .. } = &mut self.launch;
+        let first = words.len();
+        let num_bytes = argument.append(words);
+        assert_eq!(words.len() - first, num_bytes.div_ceil(size_of::<u64>()), "an argument fills its words");
+        sizes.push(num_bytes as u32);
+        self.changes |= A::CHANGES;
+        self
     }
 
-    pub(super) fn arg(mut self, argument: impl Argument) -> Self {
-        let mut words = SmallVec::new();
-        let num_bytes = argument.append(&mut words);
-        self.arguments.push((words, num_bytes));
-        self
+    /// Says that some argument differs from step to step.
+    pub(super) fn changing(self) -> Self {
+        Launch { changes: true, ..self }
     }
 
     /// Launches with a thread per element of a shape, or with threads that loop over elements. The number of elements is the last argument.
@@ -189,12 +194,13 @@ impl Launch<'_> {
         self.arg(shape.num_elements()).run(blocks_over(shape));
     }
 
-    /// Like [`over_elements`](Launch::over_elements), but returns an error instead of failing the device.
-    pub(super) fn try_over_elements(self, shape: Shape) -> Result<(), CudaError> {
-        let num_blocks = blocks_over(shape);
-        let mut launch = self.arg(shape.num_elements());
-        let launched = if num_blocks > 0 { launch.try_run(num_blocks) } else { Ok(()) };
-        launched.map_err(|error| CudaError::Kernel { name: launch.name, source: Box::new(error) })
+    /// Like [`over_elements`](Launch::over_elements), on another stream than that of kernels. Returns an error instead of failing the
+    /// device.
+    pub(super) fn over_elements_on(self, stream: CUstream, shape: Shape) -> Result<(), CudaError> {
+        let Launch { cuda, mut launch, .. } = self.arg(shape.num_elements());
+        launch.num_blocks = blocks_over(shape);
+        cuda.context.enter()?;
+        if launch.num_blocks > 0 { launch.issue(&cuda.context, stream) } else { Ok(()) }
     }
 
     /// Launches with a block per row, or with blocks that loop over rows. The number of rows is the last argument.
@@ -214,42 +220,13 @@ impl Launch<'_> {
     }
 
     /// Launches `num_blocks` blocks, or nothing if there are none. If the launch fails, the device fails.
-    pub(super) fn run(mut self, num_blocks: u32) {
-        if num_blocks > 0
-            && let Err(error) = self.try_run(num_blocks)
-        {
-            self.cuda.streams.fail(&CudaError::Kernel { name: self.name, source: Box::new(error) });
+    pub(super) fn run(self, num_blocks: u32) {
+        let Launch { cuda, mut launch, changes } = self;
+        if num_blocks == 0 {
+            return;
         }
-    }
-
-    fn try_run(&mut self, num_blocks: u32) -> Result<(), CudaError> {
-        let context = &self.cuda.context;
-        context.enter()?;
-        let function = context.function(&self.name)?;
-        let sizes: SmallVec<[usize; 12]> = self.arguments.iter().map(|(_, num_bytes)| *num_bytes).collect();
-        assert_eq!(*sizes, *function.argument_bytes, "arguments of the kernel {}", self.name);
-        let mut pointers: SmallVec<[_; 12]> =
-            self.arguments.iter_mut().map(|(words, _)| words.as_mut_ptr().cast()).collect();
-        let driver = &context.installation.driver;
-        // SAFETY: as many arguments as the kernel has, of the same sizes. Operands are arrays of this device's
-        // memory, which outlives the kernel (see `kernels::operand`).
-        unsafe {
-            call!(
-                driver,
-                cuLaunchKernel(
-                    function.handle,
-                    num_blocks,
-                    1,
-                    1,
-                    BLOCK_THREADS,
-                    1,
-                    1,
-                    0,
-                    self.stream,
-                    pointers.as_mut_ptr(),
-                    std::ptr::null_mut(),
-                )
-            )
-        }
+        launch.num_blocks = num_blocks;
+        let job = Job::Kernel(launch);
+        if changes { cuda.issue(|| cuda.jobs.issue_alone(&job, &cuda.blas)) } else { cuda.queue(job) }
     }
 }

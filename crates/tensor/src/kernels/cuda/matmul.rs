@@ -3,8 +3,8 @@
 use super::Cuda;
 use super::blas::{Arrays, MatmulKind};
 use super::error::CudaError;
+use super::job::Job;
 use crate::fp8::Fp8Scaling;
-use crate::kernels::backend::Stream;
 use crate::kernels::call::MatmulCall;
 use crate::kernels::{MatmulSizes, Operand, OperandMut};
 use crate::precision::Precision;
@@ -23,14 +23,14 @@ const ALIGNMENT: usize = 256;
 /// Alignment of a bias that the library adds.
 const BIAS_ALIGNMENT: u32 = 16;
 
-/// Compute capability of GPUs with fp8 units, as 10 * major + minor.
+/// Lowest compute capability with fp8 units, as 10 * major + minor.
 const FP8_CAPABILITY_MIN: i32 = 89;
 
-/// A number that divides all sizes of fp8 matmuls, and the alignment of their matrices in bytes; the library requires it.
+/// cuBLASLt requires that all sizes of an fp8 matmul are multiples of this number, and that its matrices are aligned to as many bytes.
 const FP8_MULTIPLE: usize = 16;
 
-/// Side of the tiles of a transposition of fp8 codes; `TILE` in `sources/quantized.cu`.
-const CODES_TILE: usize = 64;
+/// Side of the tiles of a transposition of fp8 codes; `TRANSPOSE_TILE` in `sources/quantized.cu`.
+const TRANSPOSE_TILE: usize = 64;
 
 /// The factors of a matmul as they are passed to the library.
 struct Factors {
@@ -48,7 +48,7 @@ fn alignment(array: Operand) -> u32 {
 
 /// The starts of the parts of a matmul's scratch memory in bytes, and their end.
 struct Scratch {
-    /// An operand in the precision of the matmul, if it is stored in another.
+    /// An operand in the precision of the matmul, if it is stored in another; or transposed fp8 codes.
     left: usize,
     right: usize,
     /// The bias in the dtype of the result, if it is stored in another or not aligned.
@@ -111,7 +111,8 @@ impl Cuda {
             }
             return;
         }
-        let parts = Scratch::new(*precision, MatmulSizes { rows, cols, inner });
+        let sizes = MatmulSizes { rows, cols, inner };
+        let parts = Scratch::new(*precision, sizes);
         let address = scratch.as_operand().addresses().start;
         let base = address.next_multiple_of(ALIGNMENT) - address;
         let part = |start: usize, shape: Shape, dtype: DType| {
@@ -146,38 +147,54 @@ impl Cuda {
             let arrays = Arrays { left, right, reciprocals, bias, added, out: result, workspace };
             let mut has_algorithm = true;
             self.issue(|| {
-                let stream = self.streams.handle(Stream::Compute).cast();
-                has_algorithm = self.blas.multiply(kind, &arrays, stream)?;
+                let stream = || self.submitted_stream().cast();
+                has_algorithm = self.blas.has_algorithm(kind, &arrays, stream)?;
                 Ok(())
             });
+            if has_algorithm {
+                self.queue(Job::Matmul { kind, arrays: Box::new(arrays) });
+            }
             has_algorithm
         };
         let result = out.as_operand();
-        let usable = |bias: Operand, dtype: DType| {
-            let is_usable = bias.dtype() == dtype && alignment(bias) >= BIAS_ALIGNMENT;
-            if is_usable { bias } else { convert(bias, parts.bias, dtype) }
+        let usable = |bias: Operand| {
+            let is_usable = bias.dtype() == result.dtype() && alignment(bias) >= BIAS_ALIGNMENT;
+            if is_usable { bias } else { convert(bias, parts.bias, result.dtype()) }
         };
         let added = if *accumulate { Some(result) } else { *residual };
-        let is_direct = result.dtype() == DType::F32 || residual.is_none();
+        // Returns whether the library has an algorithm. Kernels for fp8 add only a bias of 16 bits.
+        let compute = |factors: &Factors| {
+            let adds_bias = given_bias.is_none() || factors.fp8.is_none() || result.dtype() != DType::F32;
+            let is_direct = (result.dtype() == DType::F32 || residual.is_none()) && adds_bias;
+            if is_direct && multiply(factors, result, given_bias.map(usable), added) {
+                return true;
+            }
+            let wide = part(parts.result, out.shape(), DType::F32);
+            let needs_addition = given_bias.is_some() || !is_direct;
+            let has_algorithm = needs_addition && multiply(factors, wide, None, None);
+            if has_algorithm {
+                self.add_bias(wide, *given_bias, *residual, out);
+            }
+            has_algorithm
+        };
         if let Some(scalings) = fp8
-            && is_direct
-            && self.multiplies_fp8([rows, cols, inner], [*left, *right])
+            && self.multiplies_fp8(sizes, [*left, *right, result, added.unwrap_or(result)])
         {
             let transpose = |codes: Operand, start: usize| {
                 let (rows, cols) = (codes.shape().rows(), codes.shape().cols());
                 let out = part(start, Shape::from([cols, rows]), DType::U8);
                 let launch = self.kernel("transpose_codes", &[]).arg(codes).arg(out).arg(rows).arg(cols);
-                launch.over_rows(rows.div_ceil(CODES_TILE) * cols.div_ceil(CODES_TILE));
+                launch.over_rows(rows.div_ceil(TRANSPOSE_TILE) * cols.div_ceil(TRANSPOSE_TILE));
                 out
             };
-            // The units add products along rows of both factors.
+            // For fp8, cuBLASLt requires that the inner dim is contiguous in both factors.
             let factors = Factors {
                 left: if transposed[0] { transpose(*left, parts.left) } else { *left },
                 right: if transposed[1] { *right } else { transpose(*right, parts.right) },
                 fp8: Some(*scalings),
                 transposed: [false, true],
             };
-            if multiply(&factors, result, given_bias.map(|bias| usable(bias, DType::Bf16)), added) {
+            if compute(&factors) {
                 return;
             }
         }
@@ -191,25 +208,17 @@ impl Cuda {
             None => convert(*operand, start, dtype),
         };
         let (left, right) = (factor(0, left, parts.left), factor(1, right, parts.right));
-        let factors = Factors { left, right, fp8: None, transposed: *transposed };
-        if is_direct && multiply(&factors, result, given_bias.map(|bias| usable(bias, result.dtype())), added)
-        {
-            return;
-        }
-        let wide = part(parts.result, out.shape(), DType::F32);
-        let needs_addition = given_bias.is_some() || !is_direct;
-        if needs_addition && multiply(&factors, wide, None, None) {
-            self.add_bias(wide, *given_bias, *residual, out);
-        } else {
+        if !compute(&Factors { left, right, fp8: None, transposed: *transposed }) {
             self.streams.fail(&CudaError::NoAlgorithm { rows, cols, inner, dtype });
         }
     }
 
-    /// Returns whether this GPU multiplies fp8 matrices `[rows, inner]` and `[inner, cols]`.
-    fn multiplies_fp8(&self, sizes: [usize; 3], factors: [Operand; 2]) -> bool {
+    /// Returns whether the GPU has fp8 units, and the sizes and the alignment of the arrays allow their use. cuBLASLt may still have no
+    /// algorithm.
+    fn multiplies_fp8(&self, MatmulSizes { rows, cols, inner }: MatmulSizes, arrays: [Operand; 4]) -> bool {
         self.context.capability >= FP8_CAPABILITY_MIN
-            && sizes.iter().all(|size| size.is_multiple_of(FP8_MULTIPLE))
-            && factors.iter().all(|factor| alignment(*factor) >= FP8_MULTIPLE as u32)
+            && [rows, cols, inner].iter().all(|size| size.is_multiple_of(FP8_MULTIPLE))
+            && arrays.iter().all(|array| alignment(*array) >= FP8_MULTIPLE as u32)
     }
 
     /// Computes `y = x + bias + residual`.

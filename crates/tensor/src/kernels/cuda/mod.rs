@@ -3,6 +3,8 @@
 //! Kernels are CUDA C++ (`sources/`), which NVRTC compiles for the GPU at hand. CUDA's libraries are loaded when a device is opened, so the
 //! program needs none of them to start. Expressions are translated to CUDA C++ and compiled when they are first issued (`expression.rs`).
 //!
+//! Jobs of the compute stream are queued, and launched by graphs where they repeat (`graphs.rs`).
+//!
 //! The host waits for kernels only in downloads, in uploads of many bytes, and to measure times. A failure is recorded, and all events that
 //! are pending or recorded later fail with its cause.
 
@@ -12,7 +14,9 @@ mod compile;
 mod context;
 mod error;
 mod expression;
+mod graphs;
 mod installation;
+mod job;
 mod launch;
 mod matmul;
 mod nccl;
@@ -35,6 +39,9 @@ use crate::kernels::{Operand, OperandMut};
 use api::call;
 use blas::Blas;
 use context::{Context, PinnedMemory};
+use cudarc::driver::sys::CUstream;
+use graphs::JobQueue;
+use job::Job;
 use nccl::NcclTransport;
 use std::panic::Location;
 use std::sync::Arc;
@@ -55,6 +62,8 @@ pub struct CudaOptions {
     /// Whether the algorithms that cuBLASLt proposes for a matmul are timed when its shape first occurs. The fastest is kept in the cache
     /// folder, so that all processes that share the folder use the same. Otherwise, the library's first proposal is used.
     pub time_matmuls: bool,
+    /// Whether each kernel is launched on its own. Otherwise, kernels that repeat in each step are launched by CUDA graphs.
+    pub launch_singly: bool,
 }
 
 /// Rounds of the kernel that delays others: at least 100 microseconds.
@@ -65,6 +74,7 @@ const DELAY_ROUNDS: u64 = 1 << 16;
 pub(crate) struct Cuda {
     context: Arc<Context>,
     streams: Streams,
+    jobs: JobQueue,
     blas: Blas,
     uploads: Uploads,
 }
@@ -77,48 +87,40 @@ impl Cuda {
         let addresses = DeviceAddresses::reserve(&context)?;
         let (streams, blas) =
             (Streams::start(&context)?, Blas::open(&context, options.allow_tf32, options.time_matmuls)?);
-        let uploads = Uploads::new(&context);
-        Ok((Cuda { context, streams, blas, uploads }, addresses))
+        let (jobs, uploads) = (
+            JobQueue::new(&context, streams.handle(Stream::Compute), !options.launch_singly)?,
+            Uploads::new(&context),
+        );
+        Ok((Cuda { context, streams, jobs, blas, uploads }, addresses))
     }
 
     /// Copies memory on the device.
     fn copy_on_device(&self, from: Operand, to: &OperandMut) {
         assert_eq!(from.num_bytes(), to.num_bytes());
-        let driver = &self.context.installation.driver;
         let [from, to, num_bytes] =
             [from.addresses().start, to.as_operand().addresses().start, from.num_bytes()];
-        self.issue(|| {
-            // SAFETY: operands are arrays of this device's memory, which outlives the copy (see `kernels::operand`).
-            unsafe {
-                call!(
-                    driver,
-                    cuMemcpyDtoDAsync_v2(
-                        to as u64,
-                        from as u64,
-                        num_bytes,
-                        self.streams.handle(Stream::Compute)
-                    )
-                )
-            }
-        });
+        if num_bytes > 0 {
+            self.queue(Job::Copy { from, to, num_bytes });
+        }
     }
 
     /// Sets all bytes.
     fn fill(&self, to: &OperandMut, byte: u8) {
-        let driver = &self.context.installation.driver;
-        let (start, num_bytes) = (to.as_operand().addresses().start, to.num_bytes());
-        if num_bytes == 0 {
-            return;
+        let (to, num_bytes) = (to.as_operand().addresses().start, to.num_bytes());
+        if num_bytes > 0 {
+            self.queue(Job::Fill { to, num_bytes, byte });
         }
-        self.issue(|| {
-            // SAFETY: as in `copy_on_device`.
-            unsafe {
-                call!(
-                    driver,
-                    cuMemsetD8Async(start as u64, byte, num_bytes, self.streams.handle(Stream::Compute))
-                )
-            }
-        });
+    }
+
+    /// Queues a job.
+    fn queue(&self, job: Job) {
+        self.issue(|| self.jobs.push(job, &self.blas));
+    }
+
+    /// Issues the jobs that are queued, and returns their stream.
+    fn submitted_stream(&self) -> CUstream {
+        self.submit();
+        self.streams.handle(Stream::Compute)
     }
 
     /// Calls the driver, unless the device has failed. If the call fails, the device fails.
@@ -154,11 +156,12 @@ impl Backend for Cuda {
         let driver = &self.context.installation.driver;
         let to = to.as_operand().addresses().start as u64;
         self.issue(|| {
-            let stream = self.streams.handle(Stream::Compute);
+            let stream = self.submitted_stream();
             if self.uploads.copy(from, to, stream)? {
                 return Ok(());
             }
-            // SAFETY: as in `copy_on_device`. The driver has read the host's memory when the function returns, unless it is pinned.
+            // SAFETY: operands are arrays of this device's memory, which outlives the copy (see `kernels::operand`). The driver has read
+            // the host's memory when the function returns, unless it is pinned.
             unsafe { call!(driver, cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream))? };
             if self.context.is_pinned(from) { self.context.synchronize(stream) } else { Ok(()) }
         });
@@ -169,8 +172,8 @@ impl Backend for Cuda {
         let driver = &self.context.installation.driver;
         let from = from.addresses().start as u64;
         self.issue(|| {
-            let stream = self.streams.handle(Stream::Compute);
-            // SAFETY: as in `copy_on_device`; the host's memory is borrowed until the stream has run.
+            let stream = self.submitted_stream();
+            // SAFETY: as in `upload`; the host's memory is borrowed until the stream has run.
             unsafe {
                 call!(driver, cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), stream))?;
             }
@@ -184,6 +187,8 @@ impl Backend for Cuda {
             DeviceSide::From(operand) => (Stream::ToHost, *operand),
             DeviceSide::To(operand) => (Stream::FromHost, operand.as_operand()),
         };
+        // The next line may block.
+        self.submit();
         if let Err(cause) = after.outcome() {
             self.streams.fail_with(cause);
         }
@@ -193,7 +198,7 @@ impl Backend for Cuda {
         self.issue(|| {
             let bytes = host.bytes();
             assert_eq!(operand.num_bytes(), bytes.len());
-            // SAFETY: as in `copy_on_device`; the host's memory is lent to the copy until its event completes.
+            // SAFETY: as in `upload`; the host's memory is lent to the copy until its event completes.
             unsafe {
                 let stream = self.streams.handle(stream);
                 match &device {
@@ -228,16 +233,23 @@ impl Backend for Cuda {
         Some(Box::new(PinnedMemory::new(&self.context)))
     }
 
+    fn submit(&self) {
+        self.issue(|| self.jobs.issue(&self.blas));
+    }
+
     fn record(&self) -> Event {
+        self.submit();
         self.streams.record(Stream::Compute, None)
     }
 
     fn time(&self, issue: &mut dyn FnMut()) -> Result<f64, String> {
+        let had_graphs = self.jobs.use_graphs(false);
         // While this kernel runs, the host issues the others, so that their times do not have the time of launches.
         self.kernel("delay", &[]).arg(DELAY_ROUNDS).arg(None::<Operand>).run(1);
         let start = self.record_instant();
         issue();
         let end = self.record_instant();
+        self.jobs.use_graphs(had_graphs);
         let mut milliseconds = 0.0;
         if let (Some(start), Some(end)) = (&start, &end) {
             self.issue(|| {
@@ -251,17 +263,19 @@ impl Backend for Cuda {
     fn record_instant(&self) -> Option<TimedEvent> {
         let mut recorded = None;
         self.issue(|| {
-            recorded = Some(TimedEvent::record(&self.context, self.streams.handle(Stream::Compute))?);
+            recorded = Some(TimedEvent::record(&self.context, self.submitted_stream())?);
             Ok(())
         });
         recorded
     }
 
     fn wait_for(&self, event: &Event, _caller: &'static Location<'static>) {
+        self.submit();
         self.streams.wait(Stream::Compute, event);
     }
 
     fn reuse(&self, memory: OperandMut) {
+        // Jobs that are queued may wait, too. To issue them first would cut runs of jobs where copies happen to be late.
         for event in self.streams.copies_of(&memory.as_operand()) {
             self.streams.wait(Stream::Compute, &event);
         }

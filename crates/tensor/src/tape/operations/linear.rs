@@ -114,7 +114,7 @@ impl Linear {
         let fp8 = cx.fp8_layer(self.weight.first);
         let weight = CowTensor::Borrowed(cx.parameter(&self.weight));
         let weight = matmul_operand(cx.device(), fp8, LinearOperand::Weight, weight)?;
-        let (left, right) = ((dy, Transposition::No), (weight.operand(), self.transposes().1));
+        let (left, right) = ((dy, Transposition::No), (weight.view(), self.transposes().1));
         cx.device().matmul(cx.precision(), left, right, dx.view_mut(), MatmulEpilogue::Overwrite)?;
         if is_partial_sum { cx.start_sum(dx, cx.input_sharding(0)) } else { Ok(PendingValue::Ready(dx)) }
     }
@@ -131,7 +131,7 @@ impl Linear {
         let dy = matmul_operand(cx.device(), fp8, LinearOperand::OutputGrad, dy)?;
         // With an activation, the pass also computes the activated input that the weight half reads.
         let is_needed = cx.requires_grad(0) || self.activation != InputActivation::Identity;
-        let d_input = if is_needed { Some(self.input_grad(cx, dy.operand())?) } else { None };
+        let d_input = if is_needed { Some(self.input_grad(cx, dy.view())?) } else { None };
         let kept_grad = dy.into_tensors();
         let mut pending = None;
         match (self.activation, d_input) {
@@ -176,13 +176,17 @@ impl Linear {
                 }
             };
             let input = matmul_operand(cx.device(), fp8, LinearOperand::Input, input)?;
-            let dy = match (fp8, cx.kept(kept_grad), cx.kept(kept_grad + 1)) {
-                (Some(fp8), Some(codes), Some(reciprocal)) => {
-                    MatmulOperand::Fp8(fp8.view(LinearOperand::OutputGrad, codes, reciprocal))
+            let kept = cx.kept(kept_grad);
+            let dy = match fp8 {
+                None => MatmulOperand::Values(kept.unwrap_or_else(|| cx.grad())),
+                Some(fp8) => {
+                    let [codes, reciprocal] = [kept, cx.kept(kept_grad + 1)];
+                    let has_kept = "the input half has quantized it";
+                    let [codes, reciprocal] = [codes.expect(has_kept), reciprocal.expect(has_kept)];
+                    MatmulOperand::Fp8(fp8.view_of_parts(LinearOperand::OutputGrad, codes, reciprocal))
                 }
-                (_, gathered, _) => MatmulOperand::Values(gathered.unwrap_or_else(|| cx.grad())),
             };
-            weight_grad(cx.device(), cx.precision(), self.layout, input.operand(), dy, out, accumulate)
+            weight_grad(cx.device(), cx.precision(), self.layout, input.view(), dy, out, accumulate)
         })?;
         if let Some(bias) = &self.bias {
             write_grad(sink, bias, |out, accumulate| {
@@ -215,8 +219,8 @@ impl Linear {
         Ok(CowTensor::Owned(all))
     }
 
-    /// Returns the indices at which the input half keeps the activated input and the output gradient, if it was gathered or quantized. A
-    /// quantized one takes two.
+    /// Returns the indices at which the input half keeps the activated input and the gathered or quantized output gradient. A quantized
+    /// gradient takes two: codes, then the reciprocal of their scale.
     fn kept_indices(&self) -> (Option<usize>, usize) {
         match self.activation {
             InputActivation::Identity => (None, 0),
@@ -232,7 +236,7 @@ enum CowOperand<'a> {
 }
 
 impl CowOperand<'_> {
-    fn operand(&self) -> MatmulOperand<'_> {
+    fn view(&self) -> MatmulOperand<'_> {
         match self {
             CowOperand::Values(values) => MatmulOperand::Values(values.view()),
             CowOperand::Fp8(quantized) => MatmulOperand::Fp8(quantized.view()),
@@ -290,7 +294,7 @@ impl Operation for Linear {
         } else {
             MatmulEpilogue::Add { bias: bias_view, residual }
         };
-        let (left, right) = ((input.operand(), Transposition::No), (weight.operand(), self.transposes().0));
+        let (left, right) = ((input.view(), Transposition::No), (weight.view(), self.transposes().0));
         device.matmul(cx.precision(), left, right, y.view_mut(), epilogue)?;
         drop((input, weight));
         if is_partial_sum {

@@ -23,6 +23,7 @@ mod pairs;
 mod tile;
 mod words;
 
+use super::arena::ALIGNMENT;
 use super::element::{Element, FloatsMut};
 use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
@@ -41,11 +42,9 @@ use trireme_base::Bf16;
 /// Number of columns of the right operand that are packed at a time. Bounds the scratch memory.
 const PACKED_COLS: usize = 2048;
 
-const CACHE_LINE_BYTES: usize = 64;
-
-/// Returns the 32-bit words of scratch memory for the bf16 values of an fp8 operand: whole cache lines.
+/// Returns the 32-bit words of scratch memory for the bf16 values of an fp8 operand, rounded up so that what follows is aligned.
 pub(crate) fn fp8_scratch_words(num_elements: usize) -> usize {
-    num_elements.div_ceil(CACHE_LINE_BYTES / size_of::<Bf16>()) * (CACHE_LINE_BYTES / size_of::<u32>())
+    (num_elements * size_of::<Bf16>()).next_multiple_of(ALIGNMENT) / size_of::<u32>()
 }
 
 impl Cpu {

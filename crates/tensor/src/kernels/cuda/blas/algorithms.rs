@@ -12,7 +12,6 @@ use std::fs::{File, TryLockError};
 use std::io::{ErrorKind, Read, Write};
 use std::mem::MaybeUninit;
 use std::path::PathBuf;
-use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 /// Number of proposals that are timed.
@@ -118,7 +117,7 @@ impl LockedFile {
 impl Blas {
     /// Returns the algorithm for a kind of matmul, which stays the same within a run. `None` if the library has none.
     pub(super) fn algorithm(&self, problem: &Problem<'_>) -> Result<Option<Algorithm>, CudaError> {
-        let mut algorithms = self.algorithms.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut algorithms = self.lock();
         if let Some(algorithm) = algorithms.get(&problem.kind) {
             return Ok(*algorithm);
         }
@@ -243,7 +242,11 @@ impl Blas {
                 &mut num_found,
             )
         };
-        if status == blas::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as u32 {
+        use blas::cublasStatus_t::{CUBLAS_STATUS_INVALID_VALUE, CUBLAS_STATUS_NOT_SUPPORTED};
+        // Some versions call it invalid what their fp8 kernels cannot compute.
+        let is_refused = status == CUBLAS_STATUS_NOT_SUPPORTED as u32
+            || problem.kind.fp8.is_some() && status == CUBLAS_STATUS_INVALID_VALUE as u32;
+        if is_refused {
             return Ok(Vec::new());
         }
         api.check("cublasLtMatmulAlgoGetHeuristic", status)?;

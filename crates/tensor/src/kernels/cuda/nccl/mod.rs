@@ -304,14 +304,14 @@ impl Communicator {
                 DeviceStep::Combine { left, right, out, dtype, op } => {
                     let [left, right, out] = [left, right, out].map(|span| self.operand(span, *dtype));
                     assert!(left.shape() == right.shape() && left.shape() == out.shape(), "a reduction");
-                    let launch = self.nccl.cuda.kernel("combine", &[*dtype]).on(self.connection().stream);
+                    let launch = self.nccl.cuda.kernel("combine", &[*dtype]);
                     let launch = launch.arg(reduction(*op) as u32).arg(left).arg(right).arg(out);
-                    launch.try_over_elements(out.shape())
+                    launch.over_elements_on(self.connection().stream, out.shape())
                 }
                 DeviceStep::Divide { span, dtype, by } => {
                     let sums = self.operand(span, *dtype);
-                    let launch = self.nccl.cuda.kernel("divide", &[*dtype]).on(self.connection().stream);
-                    launch.arg(sums).arg(*by as f32).try_over_elements(sums.shape())
+                    let launch = self.nccl.cuda.kernel("divide", &[*dtype]);
+                    launch.arg(sums).arg(*by as f32).over_elements_on(self.connection().stream, sums.shape())
                 }
             }
         }

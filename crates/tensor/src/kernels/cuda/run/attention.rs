@@ -141,7 +141,7 @@ impl Cuda {
                 let append = |cache: &OperandMut, first_col: usize, cache_cols: usize| {
                     let launch = self.kernel("append_to_cache", &[]).arg(qkv).arg(shape.qkv_cols());
                     let launch = launch.arg(first_col).arg(shape.seq_len).arg(cache).arg(capacity).arg(len);
-                    launch.arg(cache_cols).over_elements([shape.rows(), cache_cols].into());
+                    launch.arg(cache_cols).changing().over_elements([shape.rows(), cache_cols].into());
                 };
                 append(keys, shape.query_cols(), shape.key_cols());
                 append(values, shape.query_cols() + shape.key_cols(), shape.value_cols());

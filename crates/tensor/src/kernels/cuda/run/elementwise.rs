@@ -16,7 +16,7 @@ impl Cuda {
             }
             ElementwiseCall::RoundStochastically { x, seed, position, y } => {
                 let launch = self.kernel("round_stochastically", &[]);
-                launch.arg(x).arg(seed).arg(position).arg(y).over_elements(x.shape());
+                launch.arg(x).arg(seed).arg(position).arg(y).changing().over_elements(x.shape());
             }
             ElementwiseCall::Stream { memory, traffic } => {
                 let Traffic { updated, read, written } = *traffic;

@@ -58,7 +58,7 @@ impl Cuda {
                     let launch = launch.arg(update_table(updates, &batch)).arg(parameters);
                     let launch = launch.arg(if_any(grads)).arg(states[0].as_ref()).arg(states[1].as_ref());
                     let launch = launch.arg(scales).arg(*rounding_seed).arg(sums).arg(blocks_per_piece);
-                    launch.run(batch.pieces.len() as u32 * blocks_per_piece);
+                    launch.changing().run(batch.pieces.len() as u32 * blocks_per_piece);
                 }
             }
             OptimizerCall::LeafSums { sums, out, runs } => {
@@ -77,7 +77,7 @@ impl Cuda {
                     let launch = self.kernel("step_scales", &[]).arg(scale_table(batch));
                     let launch =
                         launch.arg(from_element(squares[0], first)).arg(from_element(squares[1], first));
-                    let launch = launch.arg(from_element(out.as_operand(), first));
+                    let launch = launch.arg(from_element(out.as_operand(), first)).changing();
                     launch.over_elements(Shape::from([batch.len()]));
                 }
             }
@@ -95,7 +95,7 @@ impl Cuda {
                     "a sum for each moment"
                 );
                 let launch = self.kernel("factored_moments", &[]).arg(sums).arg(num_terms).arg(mixing);
-                launch.arg(moments).over_elements(moments.shape());
+                launch.arg(moments).changing().over_elements(moments.shape());
             }
             OptimizerCall::FactoredSquares { moments, grads, sums, pieces, step } => {
                 assert_eq!(sums.shape().num_elements(), 2 * pieces.as_slice().len(), "sums for each piece");

@@ -12,6 +12,8 @@ impl Argument for IntegerFormat {
 
 /// `Fp8` of `sources/quantized.cu`.
 impl Argument for Fp8Scale {
+    const CHANGES: bool = true;
+
     fn append(&self, to: &mut Words) -> usize {
         let (fraction_bits, _, max) = self.format().limits();
         let exponent = self.exponent().unwrap_or(0);

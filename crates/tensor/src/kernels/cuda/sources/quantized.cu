@@ -77,7 +77,7 @@ extern "C" __global__ void add_dequantized(const u8* message, bool is_int4, floa
     }
 }
 
-// A format of 8-bit floats and the exponent of a scale.
+// An fp8 format and its scale, as written by `Argument for Fp8Scale` in `run/quantized.rs`.
 struct Fp8 {
     float max;
     u32 fraction_bits;
@@ -112,8 +112,8 @@ __device__ inline u8 fp8_code(const Fp8& format, float x) {
     u32 saturated = min(magnitude, __float_as_uint(format.max)), shift = 23 - format.fraction_bits;
     u32 normal_min = u32(127 + exponent_min(format.fraction_bits)) << 23;
     u32 power = max(saturated & 0x7f800000u, normal_min);
-    // The unit in the last place of this power of two is that of the format at `power`. A sum with it has the fraction in its last bits,
-    // with a leading one if the value is normal, which adds 1 to the exponent.
+    // `rounder` is so large that its unit in the last place is that of the format at `power`. The sum is therefore rounded to the format,
+    // and its last bits are the fraction. The leading one of a normal value adds 1 to the exponent of the code.
     u32 rounder = power + (shift << 23);
     u32 fraction = __float_as_uint(__uint_as_float(saturated) + __uint_as_float(rounder)) - rounder;
     return u8(sign | (((power - normal_min) >> shift) + fraction));
@@ -138,24 +138,24 @@ extern "C" __global__ void dequantize_fp8(
 }
 
 // Side of the square tiles of a transposition, and the words of a row of a tile.
-constexpr u32 TILE = 64, TILE_WORDS = TILE / 4;
+constexpr u32 TRANSPOSE_TILE = 64, TILE_WORDS = TRANSPOSE_TILE / 4;
 
-// Transposes a matrix of bytes whose dims are multiples of 4, and whose address is. A block per tile.
+// Transposes a matrix of bytes, a block per tile. Dims are multiples of 4, and `x` and `y` are aligned to 4 bytes.
 extern "C" __global__ void transpose_codes(const u8* x, u8* y, u64 rows, u64 cols, u64 num_tiles) {
-    // The word after each row spreads columns over the banks.
-    __shared__ u32 tile[TILE][TILE_WORDS + 1];
-    u64 tiles_per_row = (cols + TILE - 1) / TILE;
+    // A word more per row avoids bank conflicts when columns are read.
+    __shared__ u32 tile[TRANSPOSE_TILE][TILE_WORDS + 1];
+    u64 tiles_per_row = (cols + TRANSPOSE_TILE - 1) / TRANSPOSE_TILE;
     u32 word = threadIdx.x % TILE_WORDS, first_line = threadIdx.x / TILE_WORDS;
     FOR_EACH_ROW(index, num_tiles) {
-        u64 first_row = index / tiles_per_row * TILE, first_col = index % tiles_per_row * TILE;
-        for (u32 line = first_line; line < TILE; line += BLOCK / TILE_WORDS) {
+        u64 first_row = index / tiles_per_row * TRANSPOSE_TILE, first_col = index % tiles_per_row * TRANSPOSE_TILE;
+        for (u32 line = first_line; line < TRANSPOSE_TILE; line += BLOCK / TILE_WORDS) {
             u64 row = first_row + line, col = first_col + 4 * word;
             if (row < rows && col < cols) {
                 tile[line][word] = *reinterpret_cast<const u32*>(x + row * cols + col);
             }
         }
         __syncthreads();
-        for (u32 line = first_line; line < TILE; line += BLOCK / TILE_WORDS) {
+        for (u32 line = first_line; line < TRANSPOSE_TILE; line += BLOCK / TILE_WORDS) {
             u64 row = first_row + 4 * word, col = first_col + line;
             if (row < rows && col < cols) {
                 u32 codes = 0;

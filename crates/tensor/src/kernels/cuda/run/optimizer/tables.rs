@@ -28,9 +28,9 @@ pub(super) struct Table<const WORDS: usize> {
 
 impl<const WORDS: usize> Argument for Table<WORDS> {
     fn append(&self, to: &mut Words) -> usize {
-        let num_words = self.len * WORDS;
+        let (first, num_words) = (to.len(), self.len * WORDS);
         to.extend(self.rows.iter().flatten().copied());
-        to.resize(num_words, 0);
+        to.resize(first + num_words, 0);
         num_words * size_of::<u64>()
     }
 }
@@ -262,6 +262,8 @@ impl Argument for Option<&StateOperands> {
 
 /// `Factored` of `sources/optimizer.cu`.
 impl Argument for (&FactoredMoments<Operand>, FactoredStep) {
+    const CHANGES: bool = true;
+
     fn append(&self, to: &mut Words) -> usize {
         let (FactoredMoments { rows, cols, row_mean }, step) = self;
         let num_bytes = [rows, cols, row_mean].map(|moments| moments.append(to)).iter().sum::<usize>();
